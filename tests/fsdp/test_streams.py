@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -38,9 +39,10 @@ class Recorded:
     def __init__(self) -> None:
         self.log: list[Entry] = []
         self.now = "compute"
+        self.has_results = True  # whether the host finds that events have come
         self.is_available = lambda: False  # asked by PyTorch's optimizers, which compute on the CPU
         recorded = self
-        names = iter(stream.value for stream in Stream if stream is not Stream.COMPUTE)
+        names = cycle([stream.value for stream in Stream if stream is not Stream.COMPUTE])  # for each root
 
         class Event:
             made = 0
@@ -51,6 +53,12 @@ class Recorded:
 
             def record(self, stream: Any) -> None:
                 recorded.log.append(("record", stream.name, self.number))
+
+            def query(self) -> bool:
+                return recorded.has_results
+
+            def synchronize(self) -> None:
+                pass
 
         class Line:
             def __init__(self, name: str) -> None:

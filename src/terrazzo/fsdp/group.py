@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from terrazzo.fsdp.meshes import DataMesh, InnerMesh
 from terrazzo.fsdp.misuse import remark_on_one_rank
@@ -13,6 +15,9 @@ from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.settings import Options, Settings
 
 ATTRIBUTE = "_terrazzo_fsdp_group"
+
+# The number of groups so far, by the process group of the ranks that shard them.
+_made: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class Group:
@@ -31,6 +36,10 @@ class Group:
         # gloo takes the processor's time for a reduction, so on CPU the next backward had better not wait for it.
         self.options = Options(reduce_buffers=2 if settings.mesh.device.type == "cpu" else 1)
         self.name = ""
+        self.number = 0  # among the groups of one process group, which its ranks make in the same order
+        shared = settings.mesh.shard.group
+        if shared is not None:
+            self.number = _made[shared] = _made.get(shared, 0) + 1
         self.unit: Any = None  # the `Unit` that gathers and reduces it
         self.root: Any = None  # the `Root` of the model, once the outermost module is known
         # Set by the user.

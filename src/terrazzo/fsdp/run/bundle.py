@@ -176,7 +176,6 @@ class Bundle:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = tuple(units)
-        self.index = sum(1 << (unit.index + 10) for unit in units)
         self._known: list[object] = []
         self._gathers: list[_Gather] = []
         self._reductions: list[_Reduction] = []
@@ -185,6 +184,11 @@ class Bundle:
     def name(self) -> str:
         """For messages."""
         return f"{self.units[0].name} and {len(self.units) - 1} more"
+
+    @property
+    def code(self) -> int:
+        """As that of a unit."""
+        return hash(tuple(unit.code for unit in self.units))
 
     def _arrange(self) -> None:
         """Group buckets by dtype; again if users have replaced parameters."""

@@ -50,7 +50,7 @@ class Root:
         self.device = device
         self._has_replicas = any(group.unit.replicated for group in groups)
         self.units: list[Unit] = [group.unit for group in groups]
-        self.watch = Watch(next((unit.settings.mesh for unit in self.units if unit.params), None))
+        self.watch = Watch(next((unit.settings.mesh for unit in self.units if unit.params), None), self.streams)
         self.positions: dict[nn.Module, int] = {}  # the numbers of modules in events
         comm = Collectives(lambda: not self.watch.has_agreed)
         where: list[Where] = []
@@ -205,6 +205,7 @@ class Root:
         """Before an optimizer writes to the shards with these ids: save what was written to unsharded parameters."""
         if not self._is_idle:
             return
+        self.watch.settle()
         if any(id(param.sharded) in ids for unit in self.units for param in unit.params):
             self._gradients_wait = False
         for unit, where in zip(self.units, self.state.where, strict=True):
@@ -413,7 +414,7 @@ class Root:
 
     def share_streams_of(self, other: Root) -> None:
         """Communicate on the streams of another root."""
-        self.streams = other.streams
+        self.streams = self.watch.streams = other.streams
         self.executor.use_streams(other.streams)
 
     # ------------------------------------------------------------------ called by users

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,22 +41,27 @@ class Streams:
                     with device.stream(beside):
                         call()
             if records is not None:
-                event = device.Event()
-                event.record(stream)
-                marks[records] = event
+                marks[records] = self.mark_of(stream)
 
         return self._queued if operation.kind is Kind.QUEUED else run
 
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[Any]:
+        """Queue on this stream, which is given, instead of the current one."""
+        with self._device.stream(self._beside[stream]):
+            yield self._beside[stream]
+
+    def mark_of(self, stream: Any = None) -> Any:
+        """An event after everything that is queued on a stream; by default on the current one."""
+        event = self._device.Event()
+        event.record(self._device.current_stream() if stream is None else stream)
+        return event
+
     def follow(self) -> None:
         """Let gathers wait for everything that is queued on the current stream."""
-        event = self._device.Event()
-        event.record(self._device.current_stream())
-        self._beside[Stream.GATHER].wait_event(event)
+        self._beside[Stream.GATHER].wait_event(self.mark_of())
 
     def _queued(self) -> None:
         """Record what the gather stream waits for: the user's event, once, or everything queued so far."""
         event, self.post_optim_event = self.post_optim_event, None
-        if event is None:
-            event = self._device.Event()
-            event.record(self._device.current_stream())
-        self._marks[WRITTEN] = event
+        self._marks[WRITTEN] = self.mark_of() if event is None else event

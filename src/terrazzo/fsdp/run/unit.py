@@ -87,6 +87,11 @@ class Unit:
         """The unit's settings with another mesh, for parameters that have one of their own."""
         return self.settings if mesh is self.settings.mesh else replace(self.settings, mesh=mesh)
 
+    @property
+    def code(self) -> int:
+        """A number that tells it from other units, of this model and of others; the same on all ranks."""
+        return self.groups[0].number << 16 | self.index
+
     # ------------------------------------------------------------------ sizes
 
     @property

@@ -3,11 +3,15 @@
 Ranks that start different collectives either wait for each other until the process group's time limit; or, worse, the
 collectives match by accident and mix up parameters, or differ in size, and gloo ends the process.
 
-To detect mixed-up parameters, ranks compare their records. On CPU they reduce a checksum after every forward and every
-backward: 16 bytes in a process group of its own, without waiting. The result is checked before the next backward or
+To detect mixed-up parameters, ranks compare their records: they reduce a checksum after every forward and every
+backward, 16 bytes, without waiting.
+
+On CPU these have a process group of their own, and the result is checked before the next backward, optimizer's step or
 forward, that is before parameters could be mixed up. (The first forward gathers by messages with tags, which cannot be
-mixed up.) On accelerators the host would have to wait for the result, so ranks compare only when the order is new, as
-in the first step.
+mixed up.) On accelerators the checksum follows the collectives that it is about, on their stream, and its result is
+copied to the host. The host looks whether it has come whenever it looks on CPU, and before a state dict; it only waits
+for results that are two steps old. So an error may come after an optimizer's step with wrong gradients, but before they
+are saved.
 
 If a collective fails, each rank writes its position to the default store and reads those of the others. The error
 message lists them.
@@ -16,7 +20,8 @@ message lists them.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,16 +33,18 @@ from torch.distributed import PrefixStore
 
 from terrazzo._torch.groups import default_store
 from terrazzo.comm import wire
-from terrazzo.comm.axis import Axis, axis_beside, time_limit
-from terrazzo.comm.control import ControlPlane
+from terrazzo.comm.axis import Axis, axis_beside
 from terrazzo.comm.mesh import ranks_of
 from terrazzo.comm.simulated import is_simulated
 from terrazzo.errors import CommError, DivergedRanksError
 from terrazzo.fsdp.meshes import DataMesh
+from terrazzo.fsdp.plan.operations import Stream
+from terrazzo.fsdp.run.streams import Streams
 
-_POSITIONS_SECONDS = 5.0  # how long to wait for the other ranks' positions after a failure
+_ANSWER_SECONDS = 5.0  # how long to wait for the other ranks' answers after a failure
 _SHOWN = 3  # events of a rank that a message shows
 _KEPT = 4096  # events in the record
+_MOST_OPEN = 4  # comparisons whose result the host has not seen: those of two steps
 
 
 class Named(Protocol):
@@ -48,8 +55,8 @@ class Named(Protocol):
         """The name for messages."""
 
     @property
-    def index(self) -> int:
-        """A number that is unique in the model and equal on all ranks."""
+    def code(self) -> int:
+        """A number that tells it from others and is equal on all ranks."""
 
 
 class _Position(msgspec.Struct, frozen=True):
@@ -63,10 +70,12 @@ class _Position(msgspec.Struct, frozen=True):
 class _Comparing:
     """A comparison that has been started."""
 
-    work: Any
+    work: Any  # what to wait for: a collective, or an event
     both: Tensor  # the largest checksum of all ranks, and the smallest, negated
     names: list[str]  # the events of this rank's checksum
 
+
+_differences: Counter[tuple[int, ...]] = Counter()  # the number of those found so far, by the ranks that compared
 
 _CODES = {"run": 1, "unshard": 2, "reduce": 3}
 
@@ -74,21 +83,22 @@ _CODES = {"run": 1, "unshard": 2, "reduce": 3}
 class Watch:
     """The record of one root's modules and collectives on this rank."""
 
-    def __init__(self, mesh: DataMesh | None) -> None:
+    def __init__(self, mesh: DataMesh | None, streams: Streams | None = None) -> None:
         # Ranks of the shard axis must run the same modules in each step. Replicas wait for each other, too, but may
         # accumulate gradients over different numbers of micro-batches.
         axis = None if mesh is None else mesh.shard
         others = axis is not None and axis.group is not None and not is_simulated(axis.group)
         self._axis: Axis | None = axis if others else None
         self._ranks: list[int] = ranks_of(mesh.mesh) if mesh is not None else []
-        on_cpu = self._axis is not None and self._axis.device_type == "cpu"
-        self._beside = axis_beside(self._axis) if on_cpu and self._axis is not None else None
+        self.streams = streams  # None: the host computes, and waits for results
+        self._beside = axis_beside(self._axis) if streams is None and self._axis is not None else None
+        self._mesh = mesh
+        self._on_device: Tensor | None = None  # memory for the comparisons that follow collectives
         self._log: deque[tuple[str, Named]] = deque(maxlen=_KEPT)
         self._count = 0
         self._in_part = 0  # events since the last comparison
         self._checksum = 0  # of the events since the last comparison
-        self._agreed: set[int] = set()
-        self._comparing: _Comparing | None = None
+        self._comparing: deque[_Comparing] = deque()
         self.has_agreed = self._axis is None  # whether a comparison has found no difference yet
 
     def note(self, unit: Named, what: str) -> None:
@@ -98,7 +108,7 @@ class Watch:
         self._count += 1
         self._in_part += 1
         self._log.append((what, unit))
-        self._checksum = (self._checksum * 1000003 + unit.index * 4 + _CODES[what]) & 0x7FFFFFFFFFFFFFFF
+        self._checksum = (self._checksum * 1000003 + unit.code * 4 + _CODES[what]) & 0x7FFFFFFFFFFFFFFF
 
     def compare(self) -> None:
         """Start to compare the events since the last comparison. Called at the end of a forward or backward."""
@@ -109,27 +119,63 @@ class Watch:
         checksum, recent = self._checksum, list(self._log)[-self._in_part :] if self._in_part else []
         self._checksum = self._in_part = 0
         names = [f"{what} {unit.name}" for what, unit in recent]
-        if self._beside is not None:
+        if self.streams is None:
+            assert self._beside is not None
             both = torch.tensor([checksum, -checksum])
-            self._comparing = _Comparing(wire.all_reduce(self._beside, both, "max"), both, names)
-        elif checksum not in self._agreed:
-            plane = ControlPlane.for_group(axis.group, time_limit(axis))
-            if len(set(plane.all_gather(checksum.to_bytes(8, "little")))) > 1:
-                self._raise_difference(axis, names)
-            self._agreed.add(checksum)
+            work = wire.all_reduce(self._beside, both, "max")
+        else:
+            with torch.inference_mode(False):
+                work, both = self._reduce_on_device(axis, self.streams, checksum)
+        self._comparing.append(_Comparing(work, both, names))
 
-    def settle(self) -> None:
-        """Wait for the last comparison, and raise if ranks differ."""
-        if self._comparing is None or self._axis is None:
-            return
-        comparing, self._comparing = self._comparing, None
+    @torch.no_grad()
+    def _reduce_on_device(self, axis: Axis, streams: Streams, checksum: int) -> tuple[Any, Tensor]:
+        """Start to compare after everything that is queued on the stream of reductions; returns an event, and the
+        memory on the host that has the result after it."""
+        now = streams.mark_of()
+        with streams.on(Stream.REDUCE) as stream:
+            both = self._on_device
+            if both is None:
+                assert self._mesh is not None
+                stream.wait_event(now)  # the memory may be that of gradients that were freed
+                both = self._on_device = torch.empty(2, dtype=torch.int64, device=self._mesh.device)
+            both.fill_(checksum)
+            both[1:].neg_()
+            work = wire.all_reduce(axis, both, "max")
+            if work is not None:
+                work.wait()
+            found = both.to("cpu", non_blocking=True, copy=True)
+            return streams.mark_of(stream), found
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Raise if ranks differ, as far as comparisons have results. On CPU, and with `wait`, wait for all of them."""
+        while self._comparing:
+            comparing = self._comparing[0]
+            may_wait = self.streams is None or wait or len(self._comparing) > _MOST_OPEN
+            if not may_wait and not comparing.work.query():
+                return
+            self._comparing.popleft()
+            self._check(comparing)
+
+    def _check(self, comparing: _Comparing) -> None:
+        """Wait for a comparison, and raise if ranks differ."""
+        assert self._axis is not None
         try:
-            comparing.work.wait()
+            if self.streams is None:
+                comparing.work.wait()
+            else:
+                comparing.work.synchronize()
         except RuntimeError as error:
             raise self.explain(CommError(str(error))) from error
         largest, smallest = comparing.both.tolist()
         if largest != -smallest:
-            self._raise_difference(self._axis, comparing.names)
+            self._comparing.clear()
+            ranks = self._axis.ranks
+            _differences[ranks] += 1
+            name = f"difference {_differences[ranks]} of {'-'.join(map(str, ranks))}"
+            answers = _answers(name, dist.get_rank(), ranks, msgspec.json.encode(comparing.names)).values()
+            everyone = [None if each is None else msgspec.json.decode(each, type=list[str]) for each in answers]
+            raise DivergedRanksError(_first_difference(everyone, ranks))
         self.has_agreed = True
 
     def agree(self, flags: list[bool]) -> list[bool]:
@@ -151,15 +197,8 @@ class Watch:
 
     def forget(self) -> None:
         """Drop the events since the last comparison, after a forward or backward failed on this rank."""
-        self._comparing = None
+        self._comparing.clear()
         self._checksum = self._in_part = 0
-
-    def _raise_difference(self, axis: Axis, names: list[str]) -> None:
-        plane = ControlPlane.for_group(axis.group, time_limit(axis))
-        everyone = [
-            msgspec.msgpack.decode(data, type=list[str]) for data in plane.all_gather(msgspec.msgpack.encode(names))
-        ]
-        raise DivergedRanksError(_first_difference(everyone, axis.ranks))
 
     # ------------------------------------------------------------------ collectives that failed
 
@@ -184,29 +223,49 @@ class Watch:
     def _positions(self, here: int) -> dict[int, _Position | None]:
         """The positions of all ranks; None for ranks that do not report theirs in time."""
         mine = _Position(self._count, [f"{what} {unit.name}" for what, unit in list(self._log)[-_SHOWN:]])
-        found: dict[int, _Position | None] = {rank: mine if rank == here else None for rank in self._ranks}
-        deadline = time.monotonic() + _POSITIONS_SECONDS
-        try:
-            store = PrefixStore("terrazzo/fsdp", default_store())
-            store.set(str(here), msgspec.json.encode(mine).decode())
-            while None in found.values() and time.monotonic() < deadline:
-                for rank, known in found.items():
-                    if known is None and store.check([str(rank)]):
-                        found[rank] = msgspec.json.decode(store.get(str(rank)), type=_Position)
-                time.sleep(0.05)
-        except RuntimeError:
-            pass  # the rank that hosts the store has ended, so no positions can be read
-        return found
+        answers = _answers("position", here, self._ranks, msgspec.json.encode(mine))
+        return {
+            rank: None if answer is None else msgspec.json.decode(answer, type=_Position)
+            for rank, answer in answers.items()
+        }
 
 
-def _first_difference(everyone: list[list[str]], ranks: tuple[int, ...]) -> str:
+def _answers(name: str, here: int, ranks: Sequence[int], answer: bytes) -> dict[int, bytes | None]:
+    """What each rank has answered under this name; None for ranks that do not answer in time."""
+    found: dict[int, bytes | None] = {rank: answer if rank == here else None for rank in ranks}
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    try:
+        store = PrefixStore(f"terrazzo/fsdp/{name}", default_store())
+        store.set(str(here), answer.decode())
+        while None in found.values() and time.monotonic() < deadline:
+            for rank, known in found.items():
+                if known is None and store.check([str(rank)]):
+                    found[rank] = store.get(str(rank))
+            time.sleep(0.05)
+    except RuntimeError:
+        pass  # the rank that hosts the store has ended, so no answers can be read
+    return found
+
+
+def _first_difference(everyone: list[list[str] | None], ranks: tuple[int, ...]) -> str:
     """The message for the first event at which the ranks differ."""
-    for i in range(max(len(names) for names in everyone)):
-        at = [names[i] if i < len(names) else "nothing more" for names in everyone]
-        if len(set(at)) > 1:
+    for i in range(max(len(names) for names in everyone if names is not None)):
+        at = [_event(names, i) for names in everyone]
+        if len({each for each in at if each != _NO_ANSWER}) > 1:
             which = ", ".join(f"rank {rank} {what}" for rank, what in zip(ranks, at, strict=True))
             return (
                 f"ranks ran different modules: event {i + 1} of a forward or backward was {which}. Parameters and "
-                "gradients may be mixed up. All ranks must run the same modules in the same order"
+                "gradients may be mixed up. All ranks must run the same modules in the same order. If each rank has "
+                "data for some modules only, run all of them on every rank, or call fully_shard on the module that "
+                "contains them instead of on each"
             )
     return "ranks ran different modules in this step"
+
+
+_NO_ANSWER = "has not answered"
+
+
+def _event(names: list[str] | None, i: int) -> str:
+    if names is None:
+        return _NO_ANSWER
+    return names[i] if i < len(names) else "nothing more"
