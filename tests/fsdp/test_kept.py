@@ -320,6 +320,17 @@ def check_penalty() -> None:
     penalty = sum(p.square().sum() for p in model.parameters())
     (penalty.full_tensor() + loss_of(model, mine(x), mine(y))).backward()
     assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+
+    loss = loss_of(model, mine(x), mine(y))
+    penalty = sum(p.square().sum() for p in model.parameters())
+    with torch.no_grad():
+        for _ in range(6):  # parts that no graph needs are forgotten, however often a part is kept
+            model(mine(x))
+    kept = next(kept for kept in unit_of(model.blocks[0])._kept if kept is not None)
+    assert len(kept._former) <= 2 * len(unit_of(model.blocks[0]).params)
+    with pytest.raises(FSDPError, match=r"gave gradients to the parts of parameters \('.*reshard_after_forward=n"):
+        (loss + penalty.full_tensor()).backward()
 
 
 def check_optimizer_of_parts() -> None:

@@ -32,8 +32,8 @@ class Kept:
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []  # the parameters' parts of the buffer
         self._faces: list[Any] = []
-        # The local tensors of those before, as far as there is a graph, which may still give them gradients.
-        self._former: list[weakref.ref[Any]] = []
+        # The local tensors of those before that still exist, with names: a graph may give them gradients.
+        self._former: list[tuple[str, weakref.ref[Any]]] = []
         self._versions: list[int] = []  # of the faces, when nobody but us had written there
 
     @torch.inference_mode(False)
@@ -85,14 +85,17 @@ class Kept:
         """Free the kept part."""
         self.copy_flags()
         self._buffer = None
-        self._former += [weakref.ref(face._local) for face in self._faces]
+        own = zip(self._bucket.params, self._faces, strict=False)  # there are none before the first use
+        self._former = [(name, ref) for name, ref in self._former if ref() is not None]
+        self._former += [(param.name, weakref.ref(face._local)) for param, face in own]
         self._views, self._faces, self._versions = [], [], []
 
     def with_gradients(self) -> list[str]:
         """The names of parameters whose part has a gradient, of which nothing would come."""
-        locals_, self._former = [face._local for face in self._faces] + [ref() for ref in self._former], []
-        both = zip(self._bucket.params * 2, locals_, strict=False)
-        return [param.name for param, local in both if local is not None and local.grad is not None]
+        own = zip(self._bucket.params, self._faces, strict=False)
+        found = [*[(param.name, face._local) for param, face in own], *[(name, ref()) for name, ref in self._former]]
+        self._former = []
+        return [name for name, local in found if local is not None and local.grad is not None]
 
 
 def kept_bytes(bucket: Bucket, inner: InnerMesh) -> int:
