@@ -16,6 +16,7 @@ from ranks import run_ranks
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, trace
 from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.run.root import Root
 from terrazzo.tensor import DTensor, Replicate, init_device_mesh
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
@@ -31,6 +32,34 @@ def sharded_and_plain(**options: object) -> tuple[Model, Model]:
 def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+# ------------------------------------------------------------------ settings
+
+
+def check_settings_that_stay() -> None:
+    """Programs set some for every micro-batch: plans are made again only when one has another value than before."""
+    model = shard_blocks(Model())
+    made: list[Root] = []
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        before = Root.spec
+        patch.setattr(Root, "spec", lambda self: made.append(self) or before(self))
+        for sync in (True, True, False, False):
+            made.clear()
+            for x, y in batches(2):
+                model.set_requires_gradient_sync(sync)
+                model.set_reshard_after_backward(True)
+                model.set_reshard_after_forward(True)
+                model.set_requires_all_reduce(True)
+                model.set_reduce_scatter_max_input_buffers(2)
+                loss_of(model, mine(x), mine(y)).backward()
+            found.append(len(made))
+    assert found[1:] == [0, 1, 0]
+
+
+def test_settings_that_stay_as_they_are():
+    run_ranks(2, check_settings_that_stay)
 
 
 # ------------------------------------------------------------------ unshard and reshard

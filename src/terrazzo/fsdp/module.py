@@ -117,9 +117,9 @@ class FSDPModule(_Module):
         """Set whether to reshard after forward, as `fully_shard`'s argument does; it replaces a number given there."""
         if not isinstance(reshard_after_forward, bool):
             raise FSDPValueError(f"reshard_after_forward must be True or False here, not {reshard_after_forward!r}")
-        for group in _all_changing(self, recurse):
-            group.reshard_after_forward = reshard_after_forward
-            group.auto_reshard = group.reshard_inner = False
+        for group in _groups(self, recurse):
+            group.auto_reshard = False
+            _set(group, group, reshard_after_forward=reshard_after_forward, reshard_inner=False)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether to reshard after backward.
@@ -127,13 +127,13 @@ class FSDPModule(_Module):
         If not, parameters stay unsharded for the next forward, which takes more memory and less communication while
         gradients are accumulated. When an optimizer has changed the shards, the next forward gathers again.
         """
-        for group in _all_changing(self, recurse):
-            group.reshard_after_backward = reshard_after_backward
+        for group in _groups(self, recurse):
+            _set(group, group, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward gathers the parameters. An embedding's backward, for instance, does not need them."""
-        group = _changing(self)
-        group.unshard_in_backward = unshard_in_backward
+        group = _group(self)
+        _set(group, group, unshard_in_backward=unshard_in_backward)
 
     # ------------------------------------------------------------------ prefetching
 
@@ -172,13 +172,13 @@ class FSDPModule(_Module):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients. If not, each rank accumulates its unsharded gradients."""
-        for group in _all_changing(self, recurse):
-            group.gradient_sync = requires_gradient_sync
+        for group in _groups(self, recurse):
+            _set(group, group, gradient_sync=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients over the replicas of HSDP; if not, each accumulates its own."""
-        for group in _all_changing(self, recurse):
-            group.options.all_reduce = requires_all_reduce
+        for group in _groups(self, recurse):
+            _set(group, group.options, all_reduce=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Change nothing: parameters without a gradient on this rank are always reduced, with zeros from this rank.
@@ -198,8 +198,8 @@ class FSDPModule(_Module):
             raise FSDPTypeError(f"max_input_buffers must be a number of buffers, not {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise FSDPValueError(f"max_input_buffers must be 1 or more, not {max_input_buffers}")
-        for group in _all_changing(self, recurse):
-            group.options.reduce_buffers = max_input_buffers
+        for group in _groups(self, recurse):
+            _set(group, group.options, reduce_buffers=max_input_buffers)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Set a hook that is called with each flat reduced gradient of this group, before it becomes `.grad`.
@@ -277,7 +277,9 @@ class FSDPModule(_Module):
 
         All ranks that shard must call it together.
         """
-        for group in _all_changing(self, recurse):
+        for group in _groups(self, recurse):
+            if group.root is not None:
+                group.root.changed()
             axes = [mesh.shard for mesh in group.meshes] if enable else []
             group.options.reduce_axes = {axis: axis_beside(axis) for axis in axes}
 
@@ -432,12 +434,14 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
         root.share_streams_of(roots[0])
 
 
-def _all_changing(module: Any, recurse: bool) -> list[Group]:
-    groups = _groups(module, recurse)
-    for group in groups:
-        if group.root is not None:
-            group.root.changed()
-    return groups
+def _set(group: Group, owner: Any, **settings: Any) -> None:
+    """Set attributes of the group or of its options. Plans are made again only if one changes: programs set some for
+    every micro-batch."""
+    for name, value in settings.items():
+        if getattr(owner, name) != value:
+            setattr(owner, name, value)
+            if group.root is not None:
+                group.root.changed()
 
 
 def _prefetched(modules: Iterable[Any], method: str) -> list[Group]:
