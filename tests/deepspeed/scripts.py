@@ -282,6 +282,46 @@ def moe(deepspeed: ModuleType, folder: Path) -> list[float]:
     return seen
 
 
+def _smallest(deepspeed: ModuleType, **more: object) -> list[float]:
+    """Losses, relative to the first, of a config that says nothing but what it has to; gradients are large."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True, **more}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    dtype = torch.bfloat16 if "bf16" in more else torch.float16 if "fp16" in more else torch.float32
+    seen = []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(6):
+        x, y = torch.randn(8, 6, generator=generator), 2 * torch.ones(8, 3) + torch.randn(8, 3, generator=generator)
+        loss = F.mse_loss(engine(mine(x).to(dtype)).float(), mine(y))
+        engine.backward(loss)
+        engine.step()
+        seen.append(mean(loss))
+    return [*(loss / seen[0] for loss in seen), *engine.get_lr(), float(engine.skipped_steps)]
+
+
+def _stages() -> list[dict[str, object]]:
+    return [{}] + [{"zero_optimization": {"stage": stage}} for stage in (1, 2, 3)]
+
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.3}}}
+
+
+def smallest(deepspeed: ModuleType, folder: Path) -> list[float]:
+    """Defaults in float32: of the config in every stage, of an optimizer, of a schedule."""
+    adam = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    decay = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 2000}}}
+    configs = [*({**SGD, **stage} for stage in _stages()), adam, {**SGD, **decay}]
+    return [value for config in configs for value in _smallest(deepspeed, **config)]
+
+
+def smallest_half(deepspeed: ModuleType, folder: Path) -> list[float]:
+    """The same in 16 bits. In float16 two steps overflow, which DeepSpeed's optimizer of stage 0 does not notice."""
+    bf16 = [{**SGD, **stage, "bf16": {"enabled": True}} for stage in _stages()]
+    configs = [*bf16, *({**SGD, **stage, "fp16": {"enabled": True}} for stage in _stages()[1:])]
+    return [value for config in configs for value in _smallest(deepspeed, **config)]
+
+
 def curriculum(deepspeed: ModuleType, folder: Path) -> list[float]:
     """Sequences that grow longer, with accumulation that the script divides itself."""
     name = f"{deepspeed.__name__}.runtime.data_pipeline.curriculum_scheduler"
@@ -391,7 +431,10 @@ def by_hand(deepspeed: ModuleType, folder: Path) -> list[float]:
 SCRIPTS = {
     function.__name__: function
     # After a pipeline the real one takes every model for one: it comes last.
-    for function in (gpt, neighbours, lora, half, offload, moe, curriculum, own_optimizer, resume, by_hand, pipeline)
+    for function in (
+        *(gpt, neighbours, lora, half, offload, moe, smallest, smallest_half, curriculum),
+        *(own_optimizer, resume, by_hand, pipeline),
+    )
 }
 
 

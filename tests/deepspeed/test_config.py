@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import json
 import os
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import terrazzo.deepspeed as deepspeed
+import terrazzo.engine
 from engine.deepspeed_cases import deepspeed_is_installed
 from engine.runs import averaged, batches, config, loss_of, make_model, train_plainly, weights
 from ranks import run_ranks
 from terrazzo.comm import add_observer, remove_observer
-from terrazzo.engine import initialize
-from terrazzo.engine.config import read_config
+from terrazzo.deepspeed.settings import SETTINGS, setting
+from terrazzo.engine import EngineConfig, initialize
+from terrazzo.engine.config import OptimizerConfig, read_config
 from terrazzo.engine.deepspeed_keys import KEYS, SECTIONS
+from terrazzo.engine.optim import make_optimizer
 from terrazzo.errors import EngineConfigError
 
 HERE = Path(__file__).parent
@@ -61,21 +68,26 @@ OF_THE_TRAINER = {
 }
 
 
-def test_every_key_of_deepspeeds_is_known_and_the_page_says_so():
+@pytest.fixture(scope="module")
+def asked() -> tuple[list[str], str, dict[str, Any]]:
+    """What DeepSpeed itself says: its keys, the page with its tables, and its defaults."""
     if not deepspeed_is_installed():
         pytest.skip("DeepSpeed is not installed")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p and "tests" not in p)}
     run = {"capture_output": True, "text": True, "env": environment, "timeout": 300}
     # In one process: importing DeepSpeed takes seconds.
     script = (
-        "import sys, runpy; sys.path.insert(0, sys.argv[1]); import keys, table\n"
-        "print('\\n'.join(sorted(keys.keys()))); print('====')\n"
-        "print(table.with_tables(open(sys.argv[2]).read()), end='')"
+        "import sys, json; sys.path.insert(0, sys.argv[1]); import keys, table, defaults\n"
+        "page = table.with_tables(open(sys.argv[2]).read())\n"
+        "print('====' + json.dumps([sorted(keys.keys()), page, defaults.defaults()]))"
     )
     done = subprocess.run([sys.executable, "-c", script, str(HERE), str(DOCS)], **run)
     assert done.returncode == 0, done.stderr[-3000:]
-    theirs, page = done.stdout.split("====\n")
-    found = [line for line in theirs.splitlines() if line and " " not in line]
+    return tuple(json.loads(done.stdout.rpartition("====")[2]))
+
+
+def test_every_key_of_deepspeeds_is_known_and_the_page_says_so(asked):
+    found, page, _ = asked
     assert len(found) > 200 and "zero_optimization.stage" in found and "fp16.enabled" in found
 
     def known(key: str) -> bool:
@@ -86,13 +98,139 @@ def test_every_key_of_deepspeeds_is_known_and_the_page_says_so():
     assert page == DOCS.read_text(), "run: python tests/deepspeed/table.py --write docs/deepspeed.md"
 
 
+# Defaults of which the engine has others than DeepSpeed.
+OTHER_DEFAULTS = {
+    # On a CPU this is what DeepSpeed's default, that of torch.autocast, means. On CUDA it would be float16, whose
+    # gradients vanish without a loss scale.
+    "torch_autocast.dtype": "bfloat16",
+}
+# Keys that mean the same as in DeepSpeed, but which it does not have (any more), or whose sections need them.
+WITHOUT_DEFAULT = {
+    "zero_optimization.wrap", "seed",  # terrazzo's own
+    "sparse_gradients",  # of DeepSpeed until 0.18
+    "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics",
+    *(f"data_efficiency.data_routing.random_ltd.{k}" for k in (
+        "random_ltd_layer_id", "hidden_state_order", "random_ltd_schedule")),
+}  # fmt: skip
+# Arguments of DeepSpeed's optimizers that are left out here.
+ALWAYS_SO = {
+    "set_grad_none": True,  # as the engine does
+    "fp32_optimizer_states": True,
+    "bias_correction": True,
+    "max_grad_norm": 0.0,  # `gradient_clipping`
+    "amsgrad": False,
+    "ns_method": "gram",  # another way to the same product
+}
+
+
+def engines_default(path: str) -> Any:
+    kind: Any = EngineConfig
+    for name in path.split("."):
+        if kind is None:
+            return None
+        field = next(f for f in msgspec.structs.fields(kind) if f.name == name)
+        value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        kind = type(value) if isinstance(value, msgspec.Struct) else None
+    return list(value) if isinstance(value, tuple) else value
+
+
+def test_defaults_are_deepspeeds(asked):
+    theirs = asked[2]
+    done = {path for path, key in KEYS.items() if key.fate == "done"}
+    assert done - set(theirs) == WITHOUT_DEFAULT
+    found = {path: engines_default(path) for path in done & set(theirs)}
+    assert found == {path: OTHER_DEFAULTS.get(path, theirs[path]) for path in found}
+    assert len(found) > 50 and found["gradient_clipping"] == 1.0 and found["bf16.check_grad_overflow"] is True
+    # What DeepSpeed does by itself is neither refused nor warned about.
+    unlike = {path for path, key in KEYS.items() if key.fate in ("warned", "refused")}
+    assert [path for path in unlike & set(theirs) if KEYS[path].asks(theirs[path])] == []
+    assert {path for path in unlike - set(theirs) if KEYS[path].fate == "warned"} == set()
+    # The engine's methods that return a setting.
+    for name, (path, default) in SETTINGS.items():
+        if path in theirs and name != "dynamic_loss_scale":
+            assert default == theirs[path], name
+            for stage in (1, 2, 3):
+                expected = theirs.get(f"{path}@{stage}", theirs[path])
+                assert setting({"zero_optimization": {"stage": stage}}, name) == expected, name
+
+
+def test_defaults_of_optimizers_and_schedules_are_deepspeeds(asked):
+    theirs = asked[2]
+    optimizers, schedules = {}, {}
+    for path, value in theirs.items():
+        kind, _, rest = path.partition(":")
+        if rest:
+            name, argument = rest.split(".")
+            {"OPTIMIZER": optimizers, "SCHEDULER": schedules}[kind].setdefault(name, {})[argument] = value
+    assert len(optimizers) == 8 and len(schedules) == 5
+    model = nn.Linear(2, 2, bias=False)
+    for name, arguments in optimizers.items():
+        own = OptimizerConfig(type="AdamW", params={"torch_adam": True}) if name == "torch_adam" else None
+        made = make_optimizer(None, own or OptimizerConfig(type=name), model, {})
+        found = {k: list(v) if isinstance(v, tuple) else v for k, v in made.defaults.items()}
+        decoupled = {arguments.pop("adam_w_mode", None), arguments.pop("adamw_mode", None)}
+        assert decoupled == ({True} if name in ("Adam", "AdamW") else {None})
+        assert isinstance(made, torch.optim.AdamW) == (name in ("Adam", "AdamW", "torch_adam"))
+        for argument, value in arguments.items():
+            assert found.get(argument, ALWAYS_SO.get(argument)) == value, (name, argument)
+    for name, arguments in schedules.items():
+        classes = reversed(getattr(terrazzo.engine, name).__mro__)
+        found = {}
+        for kind in classes:
+            found |= {n: p.default for n, p in inspect.signature(kind.__init__).parameters.items()}
+        assert {argument: found[argument] for argument in arguments} == arguments, name
+
+
+# Asks for what saves memory in DeepSpeed and has no effect here.
+THRIFTY = {
+    "train_batch_size": 4,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True, "profile": True},
+    "data_types": {"grad_accum_dtype": "bf16"},
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 1000,
+        "stage3_max_live_parameters": 1e9,  # the default: nothing is asked for
+        "stage3_prefetch_bucket_size": "auto",
+        "overlap_comm": True,
+        "offload_optimizer": {"device": "cpu", "ratio": 0.3, "nvme_path": "/none"},
+    },
+}
+WARNED = [
+    "activation_checkpointing.partition_activations",
+    "activation_checkpointing.cpu_checkpointing",
+    "data_types.grad_accum_dtype",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.offload_optimizer.ratio",
+]
+
+
+def test_what_would_save_memory_is_warned_about():
+    assert read_config(THRIFTY)[1].warned == WARNED
+    with pytest.warns(UserWarning, match="have no effect here") as caught:
+        initialize(nn.Linear(2, 2), config=THRIFTY)
+    text = str(caught[0].message)
+    assert len(caught) == 1 and all(key in text for key in WARNED) and "follows from" in text
+    quiet = {"train_batch_size": 4, "optimizer": THRIFTY["optimizer"], "wall_clock_breakdown": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        initialize(nn.Linear(2, 2), config=quiet)
+        deepspeed.checkpointing.configure(None, profile=True, checkpoint_in_cpu=False)
+        deepspeed.checkpointing.partition_activations_in_checkpoint(False)
+    with pytest.warns(UserWarning, match="partition_activations, checkpoint_in_cpu: no effect"):
+        deepspeed.checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=True)
+    with pytest.warns(UserWarning, match="no effect"):
+        deepspeed.checkpointing.partition_activations_in_checkpoint(True)
+
+
 def test_configs_that_people_have():
     read, ignored = read_config(OF_THE_TRAINER)
     assert read.optimizer.params == {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     assert read.scheduler.params == {"warmup_min_lr": 0.0, "warmup_max_lr": 5e-5, "warmup_num_steps": 0}
     assert read.gradient_clipping == 1.0 and read.zero_optimization.sub_group_size == 10**9
     assert read.train_batch_size is None and read.train_micro_batch_size_per_gpu == 2 and read.steps_per_print is None
-    assert not read.fp16.enabled and "zero_optimization.reduce_bucket_size" in ignored
+    assert not read.fp16.enabled and "zero_optimization.reduce_bucket_size" in ignored.harmless
+    assert ignored.warned == []
     base = {"train_batch_size": 4}
     quiet = {
         "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": False},
@@ -122,7 +260,7 @@ def test_configs_that_people_have():
     metric = {"min_difficulty": 1, "max_difficulty": 4, "schedule_type": "fixed_linear", "difficulty_type": "value"}
     metric["schedule_config"] = {"total_curriculum_step": 5, "difficulty_step": 1}
     sampling = {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"m": metric}}, "num_epochs": 3}
-    assert read_config({**base, "data_efficiency": {"data_sampling": sampling}})[0].data_efficiency.enabled
+    assert read_config({**base, "data_efficiency": {"data_sampling": sampling}})[0].data_efficiency.seed == 1234
 
 
 @pytest.mark.parametrize(
@@ -260,7 +398,7 @@ def check_unmanaged() -> None:
     cast = initialize(make_model(), config=config(1, torch_autocast={"enabled": True, "dtype": "bfloat16"}))
     assert cast(torch.zeros(2, 6)).dtype is torch.bfloat16
     torch.testing.assert_close(steps_of(cast), expected, rtol=3e-2, atol=3e-2)
-    half = initialize(make_model(), config=config(1, bf16={"enabled": True, "check_grad_overflow": True}))
+    half = initialize(make_model(), config=config(1, bf16={"enabled": True}))
     before = weights(half)
     half.backward(loss_of(half, torch.full((4, 6), 1e30), torch.zeros(4, 3)) * 1e30)
     half.step()

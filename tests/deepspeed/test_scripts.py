@@ -247,7 +247,7 @@ def check_around() -> None:
     assert torch.equal(engine.module.blocks[0].up.weight.full_tensor(), before)  # trained only what it was told
     assert engine.get_lr() == [0.025, 0.1]
     engine.set_train_batch_size(16)
-    assert engine.gradient_accumulation_steps() == 2 and engine.get_mom() == [(0.9, 0.99)] * 2
+    assert engine.gradient_accumulation_steps() == 2 and engine.get_mom() == [(0.9, 0.999)] * 2
     assert deepspeed.get_accelerator().device_name() == "cpu" and deepspeed.comm.get_rank() == dist.get_rank()
     assert deepspeed.comm.get_all_ranks_from_group() == [0, 1]
 
@@ -281,6 +281,7 @@ def check_pipeline(folder: str) -> list[float]:
             pipeline_layers(), num_stages=stages, loss_fn=nn.functional.mse_loss, activation_checkpoint_interval=2
         )
         options = {**config(1), "gradient_accumulation_steps": 2, "gradient_clipping": 0.1}
+        options["pipeline"] = {"activation_checkpoint_interval": stages, "seed_layers": False}
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=options
         )
@@ -289,6 +290,7 @@ def check_pipeline(folder: str) -> list[float]:
             pairs = zip(x.chunk(2), y.chunk(2), strict=True)
             return (mine(a, b) if stages == 1 else (a, b) for a, b in pairs)  # alone, a stage's ranks differ in data
 
+        assert model.activation_checkpoint_interval == stages  # the config's
         losses = [float(engine.train_batch(micro_batches(x, y))) for x, y in batches(STEPS)]
         losses.append(float(engine.eval_batch(micro_batches(x, y))))
         runs.append(losses)

@@ -126,8 +126,9 @@ def ltd_engine(low: int = 4):
         "schedule_config": {"require_steps": 4, "seq_per_step": 2},
     }
     ltd = {"enabled": True, "random_ltd_layer_id": [1], "random_ltd_schedule": schedule}
+    routing = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": ltd}}
     torch.manual_seed(0)
-    return initialize(Tokens(), config=config(3, data_efficiency={"data_routing": {"random_ltd": ltd}}))
+    return initialize(Tokens(), config=config(3, data_efficiency=routing))
 
 
 def dropped(engine, steps, start=0):
@@ -178,7 +179,8 @@ def curriculum_engine():
     schedule = {"total_curriculum_step": 6, "difficulty_step": 1}
     metric = {"min_difficulty": 3, "max_difficulty": 8, "schedule_type": "fixed_linear", "schedule_config": schedule}
     learning = {"enabled": True, "curriculum_metrics": {"seqlen": metric}}
-    options = config(1, data_efficiency={"data_sampling": {"curriculum_learning": learning}})
+    sampling = {"enabled": True, "curriculum_learning": learning}
+    options = config(1, data_efficiency={"enabled": True, "data_sampling": sampling})
     data = TensorDataset(torch.randn(64, 6), lengths)
     return initialize(nn.Linear(6, 1), training_data=data, difficulties={"seqlen": lengths}, config=options)
 

@@ -42,6 +42,31 @@ def test_every_stage_trains_like_one_process(world):
         assert len(runs) == 8
 
 
+def check_defaults() -> None:
+    """A config that says nothing of clipping has DeepSpeed's: a norm of at most 1."""
+    for limit, options in ((1.0, {}), (0.0, {"gradient_clipping": 0}), (0.0, {"gradient_clipping": 0.0})):
+        model = make_model()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        settings = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **options}
+        engine = initialize(make_model(), config=settings)
+        norms = []
+        for x, y in batches(3):
+            loss_of(model, x, 5 * y).backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf")).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            part = slice(engine.global_rank * 4, engine.global_rank * 4 + 4)
+            engine.backward(loss_of(engine, x[part], 5 * y[part]))
+            engine.step()
+        assert max(norms) > 3
+        for name, ours in weights(engine).items():
+            torch.testing.assert_close(ours, model.get_parameter(name).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_are_clipped_unless_the_config_says_not_to():
+    run_ranks(2, check_defaults)
+
+
 def check_offload() -> None:
     expected = train_plainly(STEPS)[0]
     cpu = {"device": "cpu", "pin_memory": False}

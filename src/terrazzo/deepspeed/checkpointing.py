@@ -1,11 +1,12 @@
 """Activation checkpointing under DeepSpeed's names, based on `torch.utils.checkpoint`.
 
 The options of `configure` say where DeepSpeed keeps the inputs of a checkpointed function; here they stay where they
-are. The recomputation draws the same random numbers as the forward.
+are, and a warning says so. The recomputation draws the same random numbers as the forward.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -42,9 +43,26 @@ def configure(
     profile: bool | None = None,
     **others: Any,
 ) -> None:
-    """Accepts DeepSpeed's options for where activations are kept; they have no effect here."""
+    """Accepts DeepSpeed's options for where activations are kept, which have no effect here.
+
+    Options that would save memory in DeepSpeed are warned about.
+    """
     global _configured
     _configured = True
+    asked = {
+        "partition_activations": partition_activations,
+        "contiguous_checkpointing": contiguous_checkpointing,
+        "checkpoint_in_cpu": checkpoint_in_cpu,
+    }
+    _warn([name for name, value in asked.items() if value])
+
+
+def _warn(options: list[str]) -> None:
+    if options:
+        warnings.warn(
+            f"{', '.join(options)}: no effect here, inputs of checkpointed functions stay on their device, whole",
+            stacklevel=3,
+        )
 
 
 def is_configured() -> bool:
@@ -61,7 +79,8 @@ def set_num_layers(nlayers: int) -> None:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Does nothing here."""
+    """Has no effect here; warns if it is asked for."""
+    _warn(["partition_activations_in_checkpoint"] if partition_activation else [])
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:

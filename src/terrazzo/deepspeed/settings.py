@@ -70,6 +70,12 @@ def setting(config: Mapping[str, Any], name: str) -> Any:
     value: Any = config
     for key in path.split("."):
         if not isinstance(value, Mapping) or key not in value:
-            return default
+            value = None
+            break
         value = value[key]
-    return not value if name == "dynamic_loss_scale" else value
+    if name == "zero_overlap_comm" and value is None:
+        zero = config.get("zero_optimization")
+        return isinstance(zero, Mapping) and zero.get("stage") == 3
+    if name == "dynamic_loss_scale":
+        return not value
+    return default if value is None else value

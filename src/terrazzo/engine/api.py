@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
@@ -87,8 +89,8 @@ def initialize(
         difficulties: For a curriculum, each metric's value for every sample.
     """
     checked, ignored = read_config(config)
-    if ignored:
-        LOGGER.info("config: these keys have no effect here and are ignored: %s", ", ".join(ignored))
+    if ignored.harmless:
+        LOGGER.info("config: these keys have no effect here and are ignored: %s", ", ".join(ignored.harmless))
     trained: nn.Module | Pipeline
     if isinstance(model, nn.Module):
         if pipeline is not None or loss_fn is not None or tied is not None:
@@ -101,6 +103,8 @@ def initialize(
     else:
         ranks = Ranks.of(mesh, data_dim, pipeline_dim, checked.zero_optimization)
         trained = _pipeline(as_stages(model), pipeline, loss_fn, ranks, tied or {})
+    if ignored.warned and dist.get_rank() == 0:
+        warnings.warn(f"config: these keys have no effect here: {ignored.warning()}", stacklevel=2)
     backend = "inductor" if compile is True else compile or None
     if backend is not None and isinstance(trained, Pipeline):
         raise EngineConfigError(

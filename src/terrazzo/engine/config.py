@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from terrazzo.engine.translate import translate
+from terrazzo.engine.translate import Ignored, translate
 from terrazzo.errors import EngineConfigError
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -66,7 +66,7 @@ class Bf16Config(_Section, frozen=True):
     """`bf16`: compute in bfloat16; with `check_grad_overflow` steps whose gradients are not finite are skipped."""
 
     enabled: bool = False
-    check_grad_overflow: bool = False
+    check_grad_overflow: bool = True
 
 
 class AutocastConfig(_Section, frozen=True):
@@ -88,7 +88,7 @@ class WandbConfig(_Section, frozen=True):
     """`wandb`: the same for Weights & Biases."""
 
     enabled: bool = False
-    project: str | None = None
+    project: str | None = "deepspeed"
     group: str | None = None
     team: str | None = None
 
@@ -142,7 +142,7 @@ class CurriculumConfig(_Section, frozen=True):
 class DataSamplingConfig(_Section, frozen=True):
     """`data_sampling`: the order of the samples."""
 
-    enabled: bool = True
+    enabled: bool = False
     num_workers: Annotated[int, msgspec.Meta(ge=0)] = 0
     pin_memory: bool = False
     curriculum_learning: CurriculumConfig = CurriculumConfig()
@@ -169,14 +169,14 @@ class RandomLTDConfig(_Section, frozen=True):
 class DataRoutingConfig(_Section, frozen=True):
     """`data_routing`: which tokens pass through which layers."""
 
-    enabled: bool = True
+    enabled: bool = False
     random_ltd: RandomLTDConfig = RandomLTDConfig()
 
 
 class DataEfficiencyConfig(_Section, frozen=True):
     """`data_efficiency`: the order of the data, and which tokens the layers process."""
 
-    enabled: bool = True
+    enabled: bool = False
     seed: int = 1234
     data_sampling: DataSamplingConfig = DataSamplingConfig()
     data_routing: DataRoutingConfig = DataRoutingConfig()
@@ -198,7 +198,7 @@ class EngineConfig(_Section, frozen=True):
     gradient_accumulation_steps: Count | None = None
     managed_gradient_accumulation: bool = True
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
-    gradient_clipping: Amount = 0.0
+    gradient_clipping: Amount = 1.0  # 0: gradients are not clipped
     zero_optimization: ZeroConfig = ZeroConfig()
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
@@ -230,7 +230,7 @@ class Batch(msgspec.Struct, frozen=True):
     accumulation: int
 
 
-def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str]) -> tuple[EngineConfig, list[str]]:
+def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str]) -> tuple[EngineConfig, Ignored]:
     """The checked config, and those of its keys that have no effect here.
 
     >>> read_config({"train_batch_size": 4, "bf16": {"enabled": True}})[0].bf16.enabled
@@ -241,7 +241,7 @@ def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str
     """
     if isinstance(config, EngineConfig):
         given = msgspec.to_builtins(config)
-        ignored: list[str] = []
+        ignored = Ignored([], [])
     else:
         given, ignored = translate(as_mapping(config))
     try:

@@ -2,7 +2,9 @@
 
     done       it means the same as in DeepSpeed
     mapped     another key of the engine does the same; `terrazzo.engine.translate` converts it
-    harmless   it changes how DeepSpeed works, not what it computes; it is ignored, with one log message
+    harmless   it changes neither numbers nor memory here; it is ignored, with one log message
+    warned     in DeepSpeed it changes memory, or what is checked; here it has no effect: a warning with the reason,
+               unless its value asks for nothing
     refused    what it asks for is not supported: an error with the reason, unless its value asks for nothing
 
 `docs/deepspeed.md` shows this table; a test asks DeepSpeed itself for its keys, and checks that all are here.
@@ -10,22 +12,23 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-Fate = Literal["done", "mapped", "harmless", "refused"]
+Fate = Literal["done", "mapped", "harmless", "warned", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """How a key is handled, why, and for a refused key the values that ask for nothing."""
+    """How a key is handled, why, and for one that is warned about or refused the values that ask for nothing."""
 
     fate: Fate
     why: str
     nothing: tuple[Any, ...] = (None, False)
 
     def asks(self, value: Any) -> bool:
-        """Whether a value asks for the feature that is refused."""
+        """Whether a value asks for the feature that is not there."""
         if isinstance(value, dict):
             return value.get("enabled", bool(value)) is not False
         return all(value is not other and value != other for other in self.nothing)
@@ -43,13 +46,18 @@ def _harmless(why: str) -> Key:
     return Key("harmless", why)
 
 
+def _warned(why: str, *nothing: Any) -> Key:
+    return Key("warned", why, (None, "auto", *nothing))
+
+
 def _refused(why: str, *nothing: Any) -> Key:
     return Key("refused", why, (None, False, *nothing))
 
 
 _BUCKETS = "what travels together follows from `zero_optimization.wrap`"
 _FP32 = "parameters, gradients and optimizer states are float32"
-_NVME = "state rests in memory"
+_NVME = "DeepSpeed reads it only if `device` is `nvme`, which is an error"
+_KEPT = "inputs of checkpointed functions stay on their device, whole"
 _GONE = "DeepSpeed 0.19 has removed it"
 _LAUNCHER = "it belongs to DeepSpeed's launcher"
 
@@ -66,7 +74,7 @@ _TOP = {
     "optimizer.legacy_fusion": _harmless("there are no fused kernels of its own"),
     "scheduler.type": _done("DeepSpeed's five, and the names of `torch.optim.lr_scheduler`"),
     "scheduler.params": _done(),
-    "communication_data_type": _done("in what gradients are reduced"),
+    "communication_data_type": _done("in what gradients are reduced; if it is missing, in float32"),
     "seq_parallel_communication_data_type": _harmless("there is no sequence parallelism"),
     "dataloader_drop_last": _done("of `terrazzo.deepspeed`'s loaders; the engine's own never ends"),
     "seed": _done("terrazzo's own: of the order of the data"),
@@ -89,7 +97,7 @@ _TOP = {
     "expert_parallel": _refused("experts are not divided among ranks: leave it out, every rank has all of them"),
     "hybrid_engine": _refused("there is no engine that generates"),
     "weight_quantization": _refused("weights are not quantized"),
-    "pipeline": _harmless("`PipelineModule` is told the same"),
+    "pipeline": _harmless("`PipelineModule` takes over `activation_checkpoint_interval`, and is told the rest"),
     "autotuning": _refused(_LAUNCHER),
     "datastates_ckpt": _refused(
         "checkpoints are terrazzo's; `save_checkpoint(async_op=True)` writes in the background"
@@ -120,7 +128,7 @@ _ZERO = {
     "cpu_offload": _mapped("`offload_optimizer.device`"),
     "cpu_offload_param": _mapped("`offload_param.device`"),
     "cpu_offload_use_pin_memory": _harmless("see `offload_optimizer.pin_memory`"),
-    "ignore_unused_parameters": _harmless("a parameter that no rank used has no gradient"),
+    "ignore_unused_parameters": _warned("a parameter that no rank used has no gradient, which is no error", True),
     "leaf_module": _harmless("see `wrap`"),
     "zero_quantized_weights": _refused("parameters are sent as they are"),
     "zero_quantized_nontrainable_weights": _refused("parameters are sent as they are"),
@@ -128,7 +136,7 @@ _ZERO = {
     "zeropp_loco_param": _refused(_GONE),
     "zenflow": _refused("the optimizer steps with all gradients"),
     "elastic_checkpoint": _harmless("every checkpoint is"),
-    "load_from_fp32_weights": _harmless("weights are loaded in float32"),
+    "load_from_fp32_weights": _warned("weights are loaded in float32", True),
     "pipeline_loading_checkpoint": _harmless("ranks read what they need"),
     "compute_grad_norm": _harmless("the norm is computed where it is needed"),
     "enable_sanity_checks": _harmless("checks are always on"),
@@ -139,32 +147,26 @@ _ZERO = {
     "legacy_stage1": _harmless("there is one stage 1"),
     **{
         key: _harmless(_BUCKETS)
-        for key in (
-            "allgather_bucket_size",
-            "allgather_partitions",
-            "allgather_sequential",
-            "contiguous_gradients",
-            "max_live_parameters",
-            "max_reuse_distance",
-            "model_persistence_threshold",
-            "module_granularity_threshold",
-            "overlap_comm",
-            "param_persistence_threshold",
-            "parameter_alignment",
-            "prefetch_bucket_size",
-            "reduce_bucket_size",
-            "reduce_scatter",
-            "stage3_allgather_sequential",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_model_persistence_threshold",
-            "stage3_module_granularity_threshold",
-            "stage3_param_persistence_threshold",
-            "stage3_prefetch_bucket_size",
-            "stage3_use_all_reduce_for_fetch_params",
-            "use_all_reduce_for_fetch_params",
-            "use_multi_rank_bucket_allreduce",
+        for key in ("allgather_partitions", "overlap_comm", "reduce_scatter", "use_multi_rank_bucket_allreduce")
+    },
+    # These bound the memory in which DeepSpeed communicates, and what it keeps whole; with DeepSpeed's defaults.
+    "contiguous_gradients": _warned(_BUCKETS, True),
+    "parameter_alignment": _warned(_BUCKETS, False),
+    "allgather_bucket_size": _warned(_BUCKETS, 500_000_000),
+    "reduce_bucket_size": _warned(_BUCKETS, 500_000_000),
+    **{
+        key: _warned(_BUCKETS, default)
+        for name, default in (
+            ("allgather_sequential", False),
+            ("max_live_parameters", 1_000_000_000),
+            ("max_reuse_distance", 1_000_000_000),
+            ("model_persistence_threshold", sys.maxsize),
+            ("module_granularity_threshold", 0),
+            ("param_persistence_threshold", 100_000),
+            ("prefetch_bucket_size", 50_000_000),
+            ("use_all_reduce_for_fetch_params", False),
         )
+        for key in (name, f"stage3_{name}")
     },
     **{
         key: _harmless("`save_16bit_model` of `terrazzo.deepspeed` asks for it; nothing else does")
@@ -182,8 +184,8 @@ _ZERO = {
         f"offload_optimizer.{key}": _harmless(_NVME)
         for key in ("buffer_count", "cpuadam_cores_perc", "fast_init", "nvme_path", "pipeline_read", "pipeline_write")
     },
-    "offload_optimizer.ratio": _harmless("all of it is offloaded"),
-    "offload_optimizer.super_offload": _harmless("all of it is offloaded"),
+    "offload_optimizer.ratio": _warned("all of it is offloaded", 1.0),
+    "offload_optimizer.super_offload": _warned("all of it is offloaded", False),
     **{f"offload_param.{key}": _harmless(_NVME) for key in ("buffer_count", "buffer_size", "max_in_cpu", "nvme_path")},
 }
 
@@ -198,15 +200,15 @@ _PRECISION = {
     "fp16.auto_cast": _harmless("inputs are always cast"),
     "fp16.fp16_master_weights_and_grads": _refused(_FP32),
     "bf16.enabled": _done(),
-    "bf16.check_grad_overflow": _done("here off unless it is asked for: the host waits for it in every step"),
+    "bf16.check_grad_overflow": _done("the host waits for it in every step"),
     "bf16.immediate_grad_update": _harmless("gradients are reduced as they come"),
     "bf16.bf16_master_weights_and_grads": _refused(_FP32),
     "bf16.bf16_optimizer_states": _refused(_FP32),
     "bfloat16": _mapped("`bf16`"),
     "torch_autocast.enabled": _done(),
-    "torch_autocast.dtype": _done("`bfloat16`; for float16 use `fp16`"),
-    "torch_autocast.lower_precision_safe_modules": _harmless("parameters are sent in float32"),
-    "data_types.grad_accum_dtype": _harmless("gradients add up in float32"),
+    "torch_autocast.dtype": _done("`bfloat16`, also if it is missing; for float16 use `fp16`"),
+    "torch_autocast.lower_precision_safe_modules": _warned("parameters are sent in float32"),
+    "data_types.grad_accum_dtype": _warned("gradients add up in float32", "fp32", "float32", "float", "torch.float32"),
     "data_types.param_dtype": _refused("see `bf16` and `fp16`", "fp32", "float32", "auto"),
     "data_types.buffer_dtype": _refused("buffers keep their dtype", "auto"),
     "data_types.keep_in_fp32_modules": _refused("`bf16` and `fp16` are for the whole model", "auto"),
@@ -275,15 +277,12 @@ _DATA = {
 
 _OTHERS = {
     **{
-        f"activation_checkpointing.{key}": _harmless("inputs of checkpointed functions stay where they are")
-        for key in (
-            "contiguous_memory_optimization",
-            "cpu_checkpointing",
-            "number_checkpoints",
-            "partition_activations",
-            "profile",
-            "synchronize_checkpoint_boundary",
-        )
+        f"activation_checkpointing.{key}": _warned(_KEPT, False)
+        for key in ("contiguous_memory_optimization", "cpu_checkpointing", "partition_activations")
+    },
+    **{
+        f"activation_checkpointing.{key}": _harmless(_KEPT)
+        for key in ("number_checkpoints", "profile", "synchronize_checkpoint_boundary")
     },
     **{
         f"aio.{key}": _harmless(_NVME)

@@ -269,7 +269,7 @@ class Engine:
             uncounted=copies,
             scale=self.gradient_scale,
             limit=self.config.gradient_clipping,
-            may_overflow=self.config.fp16.enabled or self.config.bf16.check_grad_overflow,
+            may_overflow=self._may_overflow,
             combine=None if self.pipeline is None else self.pipeline.total_norm,
         )
         self._norm = prepared.norm
@@ -304,6 +304,11 @@ class Engine:
             mark("stepped")
         for told in list(self.watchers):
             told(self)
+
+    @property
+    def _may_overflow(self) -> bool:
+        """Whether a step whose gradients are not finite is skipped."""
+        return self.config.fp16.enabled or (self.config.bf16.enabled and self.config.bf16.check_grad_overflow)
 
     def _refuse_in_pipeline(self, what: str) -> None:
         if self.pipeline is not None:

@@ -90,9 +90,16 @@ class WarmupLR(_Warmup):
 class WarmupDecayLR(WarmupLR):
     """Warms up, then falls linearly to `warmup_min_lr` at `total_num_steps`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, total_num_steps: int, **options: Any) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        total_num_steps: int,
+        warmup_max_lr: float | Sequence[float] = 1e-3,
+        **options: Any,
+    ) -> None:
         self.total = total_num_steps
-        super().__init__(optimizer, **options)
+        super().__init__(optimizer, warmup_max_lr=warmup_max_lr, **options)
 
     def after_warmup(self) -> float:
         span = max(1.0, self.total - self.warmup_steps)

@@ -23,6 +23,13 @@ Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 # Arguments of DeepSpeed's classes of these names that PyTorch's do not have.
 _DEEPSPEED_ONLY = ("torch_adam", "adam_w_mode")
 
+# Defaults of DeepSpeed's classes where PyTorch's have others.
+_DEFAULTS: Mapping[str, Mapping[str, float]] = {
+    "adam": {"weight_decay": 0.0},
+    "adamw": {"weight_decay": 0.0},
+    "muon": {"lr": 0.02, "weight_decay": 0.0},
+}
+
 
 def make_optimizer(
     given: OptimizerLike | None,
@@ -55,11 +62,12 @@ def make_optimizer(
 def _from_description(described: OptimizerConfig, trainable: list[Any]) -> torch.optim.Optimizer:
     arguments = dict(described.params)
     name = described.type
+    if not arguments.get("torch_adam"):  # which asks for PyTorch's class, and so for its defaults
+        arguments = {**_DEFAULTS.get(name.lower(), {}), **arguments}
     if name.lower() in ("adam", "adamw"):
-        # In DeepSpeed's configs Adam means AdamW unless adam_w_mode is false, and neither has weight decay by default.
+        # In DeepSpeed's configs Adam means AdamW unless adam_w_mode is false.
         decoupled = name.lower() == "adamw" or arguments.get("adam_w_mode", True)
         name = "AdamW" if decoupled else "Adam"
-        arguments.setdefault("weight_decay", 0.0)
         for key in _DEEPSPEED_ONLY:
             arguments.pop(key, None)
     kind = _OWN.get(name.lower()) or getattr(torch.optim, name, None) or getattr(torch.optim, name.capitalize(), None)

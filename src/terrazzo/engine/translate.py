@@ -4,26 +4,44 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from terrazzo.engine.deepspeed_keys import AUTO, KEYS, SECTIONS
 from terrazzo.errors import EngineConfigError
 
 
-def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+class Ignored(NamedTuple):
+    """The keys of a config that have no effect here."""
+
+    harmless: list[str]
+    warned: list[str]  # in DeepSpeed these change memory, or what is checked
+
+    def warning(self) -> str:
+        """What to warn about, with the reasons; empty if there is nothing."""
+        reasons: dict[str, list[str]] = {}
+        for key in self.warned:
+            reasons.setdefault(KEYS[key].why, []).append(key)
+        return "; ".join(f"{', '.join(keys)} ({why})" for why, keys in reasons.items())
+
+
+def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], Ignored]:
     """The keys that the engine has, and the names of those that have no effect here.
 
     A key that is in neither table is passed on, so that the engine's own check names it.
 
-    >>> translate({"train_batch_size": 8.0, "zero_optimization": {"stage": 3, "overlap_comm": True}})
-    ({'train_batch_size': 8, 'zero_optimization': {'stage': 3}}, ['zero_optimization.overlap_comm'])
+    >>> zero = {"stage": 3, "overlap_comm": True, "reduce_bucket_size": 1000}
+    >>> kept, ignored = translate({"train_batch_size": 8.0, "zero_optimization": zero})
+    >>> kept
+    {'train_batch_size': 8, 'zero_optimization': {'stage': 3}}
+    >>> ignored
+    Ignored(harmless=['zero_optimization.overlap_comm'], warned=['zero_optimization.reduce_bucket_size'])
     """
-    ignored: list[str] = []
+    ignored = Ignored([], [])
     kept = _section(_renamed(given), "", ignored)
     return kept, ignored
 
 
-def _section(given: Mapping[str, Any], path: str, ignored: list[str]) -> dict[str, Any]:
+def _section(given: Mapping[str, Any], path: str, ignored: Ignored) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in given.items():
         full = f"{path}.{name}" if path else name
@@ -38,12 +56,12 @@ def _section(given: Mapping[str, Any], path: str, ignored: list[str]) -> dict[st
             kept[name] = _section(value, full, ignored) if full in SECTIONS and isinstance(value, Mapping) else value
             if full in SECTIONS and kept[name] == {}:
                 del kept[name]
-        elif entry.fate == "harmless":
-            ignored.append(full)
-        elif entry.fate == "refused":
-            if entry.asks(value):
-                raise EngineConfigError(f"config: {full} is not supported: {entry.why}")
-            ignored.append(full)
+        elif entry.fate == "refused" and entry.asks(value):
+            raise EngineConfigError(f"config: {full} is not supported: {entry.why}")
+        elif entry.fate == "warned" and entry.asks(value):
+            ignored.warned.append(full)
+        elif entry.fate in ("harmless", "warned", "refused"):
+            ignored.harmless.append(full)
         else:
             kept[name] = _plain(value, full)
     return kept

@@ -155,6 +155,9 @@ class PipelineModule(nn.Module):
         """The stage to pass to `terrazzo.engine.initialize`."""
         from torch.distributed.pipelining import PipelineStage
 
+        interval = (config.get("pipeline") or {}).get("activation_checkpoint_interval", 0)
+        if interval > 0:
+            self.activation_checkpoint_interval = interval
         if self.parts[self.stage_id] == self.parts[self.stage_id + 1]:
             raise EngineConfigError(f"stage {self.stage_id} of {self.num_stages} has no layers: {self.parts}")
         device = torch.device(get_accelerator().current_device_name())
