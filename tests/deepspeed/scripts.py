@@ -282,6 +282,61 @@ def moe(deepspeed: ModuleType, folder: Path) -> list[float]:
     return seen
 
 
+class Mixture(nn.Module):
+    """Experts of which each rank uses only some, chosen by the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        return x + sum(self.experts[number](x) for number in chosen)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(6, WIDTH)
+        self.mixture = Mixture()
+        self.out = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        return self.out(torch.tanh(self.mixture(torch.tanh(self.into(x)), chosen)))
+
+
+def chosen_experts(step: int, rank: int) -> list[int]:
+    """Together the two ranks use all four, but never the same; one of them uses more."""
+    return [[step % 4], [number for number in range(4) if number != step % 4]][(step // 2 + rank) % 2]
+
+
+def experts_by_rank(deepspeed: ModuleType, folder: Path) -> list[float]:
+    """Stage 3, each rank with experts of its own: the mixture is a leaf."""
+    utils, model = deepspeed.utils, Mixed()
+    mixture, experts = model.mixture, list(model.mixture.experts)
+    assert utils.set_z3_leaf_modules(model, [f"{Mixture.__module__}.Mixture", "Mixed"]) == [mixture, model]
+    assert utils.unset_z3_leaf_modules(model, [Mixture, Mixed]) == [mixture, model]
+    assert utils.set_z3_leaf_modules_by_suffix(model, [".0", "s.1", "-"], True, False) == (experts[:2], ["-"])
+    assert utils.set_z3_leaf_modules_by_name(model, ["mixture", "-"], raise_if_not_found=False) == ([mixture], ["-"])
+    assert utils.get_z3_leaf_modules(model) == [mixture, *experts[:2]] and utils.z3_leaf_module(experts[0])
+    assert utils.unset_z3_leaf_modules(model, ["Linear"]) == [model.into, *experts, model.out]
+    assert utils.get_z3_leaf_modules(model) == [mixture]
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = settings(3, zero_optimization=zero, gradient_accumulation_steps=2)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    assert deepspeed.utils.z3_leaf_parameter(engine.module.mixture.experts[0].weight)
+    assert not deepspeed.utils.z3_leaf_parameter(engine.module.out.weight)
+    seen = []
+    generator = torch.Generator().manual_seed(5)
+    for step in range(12):
+        x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+        loss = F.mse_loss(engine(mine(x), chosen_experts(step, dist.get_rank())), mine(y))
+        engine.backward(loss)
+        engine.step()
+        seen.append(mean(loss))
+    full = [deepspeed.utils.safe_get_full_fp32_param(p).norm().item() for p in engine.module.parameters()]
+    return [*seen, *full]
+
+
 def _smallest(deepspeed: ModuleType, **more: object) -> list[float]:
     """Losses, relative to the first, of a config that says nothing but what it has to; gradients are large."""
     torch.manual_seed(0)
@@ -432,7 +487,7 @@ SCRIPTS = {
     function.__name__: function
     # After a pipeline the real one takes every model for one: it comes last.
     for function in (
-        *(gpt, neighbours, lora, half, offload, moe, smallest, smallest_half, curriculum),
+        *(gpt, neighbours, lora, half, offload, moe, experts_by_rank, smallest, smallest_half, curriculum),
         *(own_optimizer, resume, by_hand, pipeline),
     )
 }

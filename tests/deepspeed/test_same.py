@@ -11,7 +11,7 @@ from engine.deepspeed_cases import deepspeed_is_installed
 from ranks import run_fresh, run_ranks
 
 HERE = Path(__file__).parent
-IN_THE_SUITE = ["gpt", "lora", "smallest", "smallest_half", "by_hand", "pipeline"]
+IN_THE_SUITE = ["gpt", "lora", "experts_by_rank", "smallest", "smallest_half", "by_hand", "pipeline"]
 
 
 def load(name: str):

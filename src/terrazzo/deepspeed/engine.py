@@ -55,7 +55,7 @@ class DeepSpeedEngine(nn.Module):
         self.optimizer = None if isinstance(core.optimizer, NoOptimizer) else DeepSpeedOptimizer(core)
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
         remember(core)
-        mark(core.module.parameters())
+        mark(core.module)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -23,6 +23,7 @@ SUBMODULES: Final[Mapping[str, str]] = {
     "runtime.zero.partition_parameters": "zero",
     "utils.logging": "utils",
     "utils.tensor_fragment": "utils",
+    "utils.z3_leaf_module": "utils.leaves",
 }
 
 ABSENT: Final[Mapping[str, str]] = {

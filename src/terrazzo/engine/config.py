@@ -32,6 +32,18 @@ class OffloadConfig(_Section, frozen=True):
     pin_memory: bool = True
 
 
+class LeafConfig(_Section, frozen=True):
+    """`leaf_module`: modules, by class, name or end of their name, of which each is gathered and reduced as one."""
+
+    classes: tuple[str, ...] = (
+        "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+        "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+    )
+    names: tuple[str, ...] = ()
+    name_suffixes: tuple[str, ...] = ()
+
+
 class ZeroConfig(_Section, frozen=True):
     """`zero_optimization`: what is sharded over the data-parallel ranks.
 
@@ -44,6 +56,7 @@ class ZeroConfig(_Section, frozen=True):
     offload_optimizer: OffloadConfig = OffloadConfig()
     offload_param: OffloadConfig = OffloadConfig()
     wrap: tuple[str, ...] = ()  # class names of the modules to gather together; empty: the items of module lists
+    leaf_module: LeafConfig = LeafConfig()
     zero_hpz_partition_size: Annotated[int, msgspec.Meta(ge=0)] = 1  # in stage 3: how many ranks gather in backward
     mics_shard_size: Count | None = None  # how many ranks a parameter is sharded over; groups of them are replicas
     sub_group_size: Count = 1_000_000_000

@@ -21,6 +21,7 @@ from terrazzo.comm import collectives
 from terrazzo.engine.config import Batch, EngineConfig
 from terrazzo.engine.content import buffer_names, module_state_dict
 from terrazzo.engine.gradients import prepare_gradients
+from terrazzo.engine.leaves import advising, mark_configured, refuse_without_forward
 from terrazzo.engine.loaders import StatefulLoader
 from terrazzo.engine.loss_scale import loss_scale_of
 from terrazzo.engine.losses import Losses
@@ -84,6 +85,8 @@ class Engine:
         self.dtype = compute_dtype(config)
         self.pipeline = model if isinstance(model, Pipeline) else None
         whole = model.module if isinstance(model, Pipeline) else model
+        mark_configured(whole, config.zero_optimization.leaf_module)
+        refuse_without_forward(whole)
         if compile is not None and self.pipeline is None:
             whole = compile_together(whole, config.zero_optimization.wrap, compile)
         names = {id(p): name for name, p in whole.named_parameters()}
@@ -136,10 +139,11 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         self._refuse_in_pipeline("forward")
-        if self.config.torch_autocast.enabled:
-            with torch.autocast(self.device.type, torch.bfloat16):
-                return self.module(*args, **kwargs)
-        return self.module(*args, **kwargs)
+        with advising():
+            if self.config.torch_autocast.enabled:
+                with torch.autocast(self.device.type, torch.bfloat16):
+                    return self.module(*args, **kwargs)
+            return self.module(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same as calling the engine."""
@@ -161,7 +165,7 @@ class Engine:
         self._refuse_in_pipeline("backward")
         self._prepare_backward()
         share = loss / self.batch.accumulation if scale_wrt_gas else loss
-        with self.losses.own_backward():
+        with advising(), self.losses.own_backward():
             # In float32, because the product may overflow the loss's float16.
             (share.float() * self.loss_scale.value).backward(retain_graph=retain_graph)
         share = share.detach()
@@ -215,7 +219,8 @@ class Engine:
         self.micro_steps += 1
         self.step_applied = False
         if boundary:
-            self.losses.reduce_rest()
+            with advising():
+                self.losses.reduce_rest()
             self._end_step(lr_kwargs or {})
 
     def _prepare_backward(self) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from terrazzo._torch.groups import split
 from terrazzo.comm import Axis, axis_of, collectives
 from terrazzo.engine.config import EngineConfig, ZeroConfig
+from terrazzo.engine.leaves import is_leaf, leaves_in
 from terrazzo.errors import EngineConfigError
 from terrazzo.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from terrazzo.tensor import DTensor
@@ -211,7 +212,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def gathered_together(model: nn.Module, class_names: tuple[str, ...], *, all_classes: bool = True) -> list[nn.Module]:
-    """The modules to gather and reduce as one: those of the given classes, or the items of module lists.
+    """The modules to gather and reduce as one, inner ones first: leaves, and those of the given classes outside of
+    leaves, or the items of module lists.
 
     A module that shares a parameter with the rest of the model is left out, because that parameter must stay in the
     outermost group. With `all_classes`, a class that the model does not have is an error; a pipeline stage need not
@@ -221,8 +223,10 @@ def gathered_together(model: nn.Module, class_names: tuple[str, ...], *, all_cla
     >>> len(gathered_together(nn.Sequential(nn.Linear(2, 2), blocks), ()))
     2
     """
+    if is_leaf(model):
+        return []
     chosen = list(_by_class(model, class_names) if class_names else _items_of_lists(model))
-    found = {type(module).__name__ for module in chosen}
+    found = {type(module).__name__ for module in model.modules() if module is not model}
     absent = [name for name in class_names if name not in found]
     if absent and all_classes:
         raise EngineConfigError(
@@ -237,14 +241,16 @@ def gathered_together(model: nn.Module, class_names: tuple[str, ...], *, all_cla
 def compile_together(model: nn.Module, class_names: tuple[str, ...], backend: str) -> nn.Module:
     """Compile the modules that are gathered together, each as its own graphs; a model without any is compiled whole.
 
-    They keep their class, their parameters and their names in the state dict.
+    Of one that contains another only the inner one is compiled, because a graph cannot gather in between. They keep
+    their class, their parameters and their names in the state dict.
     """
     from terrazzo.graphs import compile as compile_module  # imported only if needed, because it imports Dynamo
 
-    chosen = gathered_together(model, class_names)
+    chosen = dict.fromkeys(gathered_together(model, class_names))
     if not chosen:
         return compile_module(model, backend=backend)
-    compiled = {id(module): compile_module(module, backend=backend) for module in chosen}
+    around = {id(module) for module in chosen if any(inner in chosen for inner in list(module.modules())[1:])}
+    compiled = {id(module): compile_module(module, backend=backend) for module in chosen if id(module) not in around}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in compiled:
@@ -255,6 +261,9 @@ def compile_together(model: nn.Module, class_names: tuple[str, ...], backend: st
 def _by_class(model: nn.Module, names: tuple[str, ...]) -> Iterator[nn.Module]:
     """The modules of these classes, inner ones first, as fully_shard needs them."""
     for child in model.children():
+        if is_leaf(child):
+            yield child
+            continue
         yield from _by_class(child, names)
         if type(child).__name__ in names:
             yield child
@@ -263,8 +272,14 @@ def _by_class(model: nn.Module, names: tuple[str, ...]) -> Iterator[nn.Module]:
 def _items_of_lists(model: nn.Module) -> Iterator[nn.Module]:
     """The items of the outermost module lists, and of module dicts with numbers as keys (as in pipeline stages)."""
     for child in model.children():
-        if isinstance(child, nn.ModuleList) or (isinstance(child, nn.ModuleDict) and all(map(str.isdigit, child))):
-            yield from (item for item in child.children() if type(item).forward is not nn.Module.forward)
+        if is_leaf(child):
+            yield child
+        elif isinstance(child, nn.ModuleList) or (isinstance(child, nn.ModuleDict) and all(map(str.isdigit, child))):
+            for item in child.children():
+                if not is_leaf(item):
+                    yield from leaves_in(item)
+                if type(item).forward is not nn.Module.forward:
+                    yield item
         else:
             yield from _items_of_lists(child)
 

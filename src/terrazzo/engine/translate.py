@@ -118,6 +118,9 @@ def _renamed_zero(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("offload_optimizer", "offload_param"):
         if zero.get(name, ...) is None:
             del zero[name]
+    leaf = zero.get("leaf_module")
+    if isinstance(leaf, Mapping):
+        zero["leaf_module"] = {key: [value] if isinstance(value, str) else value for key, value in leaf.items()}
     if zero.get("mics_shard_size") in (-1, None):
         zero.pop("mics_shard_size", None)
     return zero

@@ -9,9 +9,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from terrazzo.deepspeed.dataloader import RepeatingLoader
+from terrazzo.deepspeed.utils.leaves import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
 from terrazzo.deepspeed.utils.sharded import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -42,7 +51,7 @@ class OnDevice:
     """A context in which modules are created on a device and with a dtype.
 
     >>> with OnDevice(dtype=torch.bfloat16, device="meta"):
-    ...     layer = nn.Linear(2, 2)
+    ...     layer = torch.nn.Linear(2, 2)
     >>> layer.weight.device.type, layer.weight.dtype
     ('meta', torch.bfloat16)
     """
@@ -65,15 +74,10 @@ class OnDevice:
             torch.set_default_dtype(self._before)
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[Any]) -> list[nn.Module]:
-    """The modules of these classes; `zero_optimization.wrap` decides which are gathered together."""
-    names = tuple(c if isinstance(c, str) else c.__name__ for c in leaf_module_classes)
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
+    "get_z3_leaf_modules",
     "log_dist",
     "logger",
     "safe_get_full_fp32_param",
@@ -89,5 +93,11 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
 ]

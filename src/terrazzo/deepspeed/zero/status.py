@@ -6,12 +6,12 @@ parameters with these attributes works in all stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from terrazzo.engine.leaves import is_leaf, leaves_in
 from terrazzo.tensor import DTensor
 
 
@@ -23,11 +23,14 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-def mark(parameters: Iterable[Tensor]) -> None:
-    """Set `ds_id`, `ds_shape`, `ds_numel` and `ds_status` of DTensor parameters."""
-    for number, parameter in enumerate(parameters):
+def mark(model: nn.Module) -> None:
+    """Set `ds_id`, `ds_shape`, `ds_numel` and `ds_status` of DTensor parameters, and `ds_z3_leaf_module` in leaves."""
+    for number, parameter in enumerate(model.parameters()):
         if isinstance(parameter, DTensor):
             _set(parameter, number, ZeroParamStatus.NOT_AVAILABLE)
+    for leaf in [model] if is_leaf(model) else leaves_in(model):
+        for owned in leaf.parameters():
+            owned.ds_z3_leaf_module = leaf  # type: ignore[attr-defined]
 
 
 def mark_as_whole(whole: Tensor, parameter: Tensor) -> None:
