@@ -80,7 +80,7 @@ def take_part(rank: int, path: Path, role: str, victim: int, at: int) -> None:
 def trial(folder: Path, name: str, role: str, victim: int, at: int) -> list[int]:
     """One publication or reception with one death, and how each rank ended."""
     path = folder / name
-    shutil.copytree(folder / "before", path)
+    shutil.copytree(folder / "before", path, symlinks=True)
     return fork_ranks(lambda rank: take_part(rank, path, role, victim, at))
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import terrazzo
+from checkpoint.newer import add_foreign, check_foreign
+from terrazzo.checkpoint import save
 from terrazzo.publish import Publisher, Receiver
 from warm_python import warm_python
 
@@ -20,7 +22,10 @@ from publish_lab import SETTINGS, numbers
 
 
 def begin(folder: Path) -> None:
+    """Versions beside what is none: steps of a run, 0 of a later release, 2 behind a link."""
     state = numbers(0)
+    save(state, checkpoint_id=folder / "global_step1")
+    add_foreign(folder, folder / "global_step1", folder.parent / "shared", link=2)
     with Publisher(folder, state, **SETTINGS) as publisher:
         for version in range(5):  # 0 and 3 are full
             for name, value in numbers(version).items():
@@ -75,7 +80,9 @@ def check(root: Path, trial: dict) -> int:
             assert receiver.poll() == version
             receiver.apply()
             assert all(kept[name].equal(state[name]) for name in state)
-    left = sorted(os.listdir(root))
+    check_foreign(root, root.parent / "before", link=2)
+    assert (root / "global_step1" / "manifest.terrazzo").exists()
+    left = sorted(set(os.listdir(root)) - {f"global_step{step}" for step in range(3)})
     assert len(left) == 3 and left[2] == "published.json", (trial, left)  # 7 is full, 8 its changes
     for folder in left[:2]:
         names = {name.partition("-")[0] for name in os.listdir(root / folder)}

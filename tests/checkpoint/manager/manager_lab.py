@@ -4,6 +4,7 @@
 
 Steps 1 and 2 of a run are whole, and a manager that keeps two saves step 3, on two ranks, of which one is killed at one
 file operation: at every EVERY-th, of either rank.  Prints a line of JSON for each, which says how the two ended.
+Beside the steps are one of a later release, and one that is a link to a checkpoint elsewhere.
 
 PLACES is `one`, or `tiers`: then each rank is a host with a folder of its own, and what is saved there is copied to the
 run's.
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from crash_lab import MANY, RAISED, SUCCEEDED, fork_ranks
 from faults import FaultySystem
+from newer import add_foreign
 
 from terrazzo.checkpoint import CheckpointManager
 from terrazzo.checkpoint.stores import LocalStore
@@ -67,7 +69,7 @@ def save_as(rank: int, path: Path, victim: int, at: int, tiers: bool, steps: tup
 def trial(folder: Path, name: str, victim: int, at: int, tiers: bool) -> list[int]:
     """One save with one death, and how each rank ended."""
     path = folder / name
-    shutil.copytree(folder / "before", path)
+    shutil.copytree(folder / "before", path, symlinks=True)
     return fork_ranks(lambda rank: save_as(rank, path, victim, at, tiers))
 
 
@@ -76,6 +78,8 @@ if __name__ == "__main__":
     folder, every, tiers = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "tiers"
     before = folder / "before"
     assert fork_ranks(lambda rank: save_as(rank, before, -1, MANY, tiers, (1, 2))) == [SUCCEEDED] * 2
+    root = before / "root" if tiers else before
+    add_foreign(root, root / "global_step1", folder / "shared")
     assert trial(folder, "count", -1, MANY, tiers) == [SUCCEEDED] * 2
     for victim in range(2):
         for at in range(victim, int((folder / f"count.count{victim}").read_text()), every):

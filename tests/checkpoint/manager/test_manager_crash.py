@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import terrazzo
+from checkpoint.newer import check_foreign
 from terrazzo.checkpoint import CheckpointManager, verify
 from warm_python import warm_python
 
@@ -34,6 +35,12 @@ def run_lab(folder: Path, every: int, places: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+def own_steps(manager: CheckpointManager) -> list[int]:
+    """Without the step that is a link to another checkpoint."""
+    assert manager.steps()[-1] == 1000
+    return manager.steps()[:-1]
+
+
 def check(root: Path, trial: dict) -> str:
     """What is there is whole; the next run goes on from it, and leaves nothing behind.  Says what was found."""
     victim, ends = trial["victim"], trial["ends"]
@@ -42,7 +49,7 @@ def check(root: Path, trial: dict) -> str:
     named = (root / "latest").read_text()
     assert (root / named / "manifest.terrazzo").exists(), f"latest names {named}, which is not whole"
     with CheckpointManager(root, keep=KEEP) as manager:
-        there = manager.steps()
+        there = own_steps(manager)
         assert there in ([1, 2], [1, 2, 3], [2, 3]), trial
         assert int(named.removeprefix("global_step")) in there[-2:]
         if 0 in ends:  # one rank was told that all is well: so the checkpoint is whole
@@ -52,12 +59,14 @@ def check(root: Path, trial: dict) -> str:
         expected = state(newest)
         assert newest == there[-1] == target["step"]
         assert all(target[name].equal(expected[name]) for name in "wb")
-        assert {r.step: r.metrics["loss"] for r in manager.records()} == {step: float(step) for step in there}
+        metrics = {r.step: r.metrics["loss"] for r in manager.records()}
+        assert metrics == {step: float(step) for step in there} | {1000: 1.0}
         manager.save(newest + 1, state(newest + 1))
-    assert manager.steps() == [newest, newest + 1]
-    left = sorted(os.listdir(root))
-    assert left == sorted([f"global_step{newest}", f"global_step{newest + 1}", "kept.json", "latest"]), (trial, left)
-    for step in manager.steps():
+    assert own_steps(manager) == [newest, newest + 1]
+    left, there_now = set(os.listdir(root)), {f"global_step{step}" for step in (0, newest, newest + 1, 1000)}
+    assert left == there_now | {"kept.json", "latest"}, (trial, left)
+    check_foreign(root, root.parent / "before")
+    for step in own_steps(manager):
         names = [name.partition("-")[0] for name in os.listdir(root / f"global_step{step}")]
         assert set(names) == {"data", "manifest.terrazzo"}, (trial, names)  # no lease, no lock
     return f"{there} latest {named}"
@@ -82,7 +91,7 @@ def check_without(path: Path, lost: int, trial: dict) -> str:
     named = (root / "latest").read_text()
     assert verify(root / named) == [], f"latest names {named}, which is not whole"
     with CheckpointManager(root, keep=KEEP, local=local, keep_local=1) as manager:
-        there = manager.steps()
+        there = own_steps(manager)
         assert there in ([1, 2], [1, 2, 3], [2, 3]), trial
         if 0 in ends:
             assert 3 in there, trial
@@ -92,9 +101,12 @@ def check_without(path: Path, lost: int, trial: dict) -> str:
         assert newest == there[-1] == target["step"], trial
         assert all(target[name].equal(expected[name]) for name in "wb")
         manager.save(newest + 1, state(newest + 1))
-    assert manager.steps() == [newest, newest + 1], trial
+    assert own_steps(manager) == [newest, newest + 1], trial
+    check_foreign(root, path.parent / "before" / "root")
     for folder, steps in ((root, [newest, newest + 1]), (local, [newest + 1])):
         left, there_now = set(os.listdir(folder)), {f"global_step{step}" for step in steps}
+        if folder == root:
+            there_now |= {"global_step0", "global_step1000"}
         assert left == there_now | {"kept.json", "latest", "run.id"}, (trial, left)
         assert (folder / "latest").read_text() == f"global_step{newest + 1}"
         for step in steps:
@@ -112,7 +124,7 @@ def test_a_host_is_killed_with_its_disk(tmp_path: Path, every: int) -> None:
     for trial in trials:
         for lost in range(2):
             path = tmp_path / f"{trial['name']}-{lost}"
-            shutil.copytree(tmp_path / trial["name"], path)
+            shutil.copytree(tmp_path / trial["name"], path, symlinks=True)
             found.add(check_without(path, lost, trial))
     # Deaths before the commit, between the local commit and the copy's, and after the removal.
     assert {"[1, 2] latest global_step2", "[1, 2, 3] latest global_step2", "[2, 3] latest global_step3"} <= found, found
