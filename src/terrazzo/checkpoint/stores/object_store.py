@@ -53,6 +53,7 @@ _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", 
 _PART: Final = 32 << 20  # of a file that is sent in parts, of which there may be 10,000
 _CHUNK: Final = 256 << 10  # of an answer, copied at once while it is in the cache
 _LARGE_COPY: Final = 64 << 10
+_NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")  # S3, Azure, Google Cloud
 _TRIES: Final = 5  # beside those that the client makes
 T = TypeVar("T")
 
@@ -215,6 +216,7 @@ class ObjectStore(Store):
             try:
                 return _version(self._bucket.put(self._path(key), data, mode=mode, use_multipart=False))
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError) as error:
+                self._check_bucket(error, certain=not isinstance(only_if, str))
                 written = self._version_if_ours(key, data)
                 if written is None:
                     raise ConflictError(
@@ -285,14 +287,31 @@ class ObjectStore(Store):
             try:
                 return read()
             except exceptions.GenericError as error:
+                self._check_bucket(error)
                 if "416 Range" in str(error):
                     raise EOFError(f"{self._url}/{key} ends before the first byte of the requested range") from error
                 if attempt == _TRIES - 1 or "response body error" not in str(error):
                     self._fail(key, error)
             except exceptions.BaseError as error:
+                self._check_bucket(error)
                 self._fail(key, error)
+            except FileNotFoundError as error:
+                self._check_bucket(error)
+                raise
             time.sleep(0.05 * 2**attempt)
         raise AssertionError
+
+    def _check_bucket(self, error: Exception, *, certain: bool = False) -> None:
+        """Raise if the bucket is what was not found: then a file is not absent, and no other save has removed it.
+
+        `certain`: the request creates the file, so nothing else can be missing.
+        """
+        missing = certain and isinstance(error, FileNotFoundError)
+        if missing or any(text in str(error) for text in _NO_BUCKET):
+            raise CheckpointIOError(
+                f"{self._url}: there is no bucket or container {urlsplit(self._url).netloc!r}: create it, or correct "
+                "the URL"
+            ) from error
 
     def _fail(self, key: str, error: Exception) -> NoReturn:
         """Raise an error of the client as an `OSError`, which the rest of the library handles."""
