@@ -4,6 +4,10 @@
 
 Some versions are in FOLDER/before.  Two ranks publish one more, or receive the newest, of which one is killed at one
 file operation: at every EVERY-th, of either rank.  Prints a line of JSON for each, which says how the two ended.
+
+Through a channel one process publishes to two receivers, of which one is killed or stopped at one of its messages. It
+is left so until all versions have been published; the line then says how the publisher, that receiver and the other one
+ended.
 """
 
 from __future__ import annotations
@@ -11,7 +15,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import socket
 import sys
+import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,13 +28,15 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
 
-from crash_lab import MANY, RAISED, SUCCEEDED, fork_ranks
+from crash_lab import MANY, RAISED, SUCCEEDED, _end_of, fork_ranks
 from faults import FaultySystem
 
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.comm import link
 from terrazzo.errors import TerrazzoError
-from terrazzo.publish import Publisher, Receiver
+from terrazzo.publish import Channel, Publisher, Receiver, to_channel
+from terrazzo.publish.channel import TimedStore
+from terrazzo.publish.exchange import Connections
 from terrazzo.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 SETTINGS = {"anchor_every": 3, "keep": 1}
@@ -84,6 +94,103 @@ def trial(folder: Path, name: str, role: str, victim: int, at: int) -> list[int]
     return fork_ranks(lambda rank: take_part(rank, path, role, victim, at))
 
 
+# ------------------------------------------------------------------ through a channel
+
+VERSIONS = 10
+LONG = timedelta(seconds=100)  # longer than a trial may take: nobody may wait for the victim
+
+
+def tick_at(at: int, how: int) -> list[int]:
+    """Have this process killed or stopped at one of its messages; counts them."""
+    count = [0]
+
+    def tick() -> None:
+        count[0] += 1
+        if count[0] == at:
+            os.kill(os.getpid(), how)
+
+    def counted(owner: type, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            tick()
+            return plain(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    receive = Connections.receive
+
+    def receive_each(self, messages, slots):
+        total = 0
+        for message in messages:
+            tick()
+            total += receive(self, [message], slots)
+        return total
+
+    Connections.receive = receive_each
+    counted(TimedStore, "_ask")
+    counted(Connections, "__init__")
+    counted(Connections, "receive_header")
+    return count
+
+
+def receive_versions(address: str, path: Path, at: int, how: int) -> None:
+    """Receive until the last version; ends the process."""
+    count = tick_at(at, how)
+    state = numbers(-1)
+    receiver = Receiver(Channel(address, bucket_bytes=1 << 12), state, timeout=LONG)
+    while receiver.version != VERSIONS - 1:
+        if receiver.poll() is None:
+            time.sleep(0.005)
+            continue
+        expected = numbers(receiver.apply())
+        assert all(state[name].equal(expected[name]) for name in expected)
+    receiver.close()
+    Path(f"{path}.count").write_text(str(count[0]))
+    os._exit(SUCCEEDED)
+
+
+def publish_versions(address: str, path: Path) -> None:
+    """Publish some versions; ends the process."""
+    to_channel._PATIENCE = 2.0  # both receivers poll all the time
+    state = numbers(-1)
+    with Publisher(Channel(address, bucket_bytes=1 << 12), state, timeout=LONG) as publisher:
+        for version in range(VERSIONS):
+            for name, value in numbers(version).items():
+                state[name].copy_(value)
+            publisher.publish(version)
+            time.sleep(0.02)
+        Path(f"{path}.published").touch()
+    os._exit(SUCCEEDED)
+
+
+def channel_trial(folder: Path, name: str, at: int, how: int) -> list[int]:
+    """Versions that are published to two receivers, one of which dies or stops; how the three processes ended."""
+    path = folder / name
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    children = []
+    for run in (
+        lambda: publish_versions(address, path),
+        lambda: receive_versions(address, path, at, how),
+        lambda: receive_versions(address, folder / "other", MANY, how),
+    ):
+        child = os.fork()
+        if child == 0:
+            try:
+                run()
+            finally:
+                os._exit(1)
+        children.append(child)
+    deadline = time.monotonic() + 30
+    while at != MANY and not Path(f"{path}.published").exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    if at != MANY:
+        with suppress(ProcessLookupError):
+            os.kill(children[1], signal.SIGKILL)
+    return [_end_of(child, deadline) for child in children]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, every = Path(sys.argv[1]), int(sys.argv[2])
@@ -95,3 +202,11 @@ if __name__ == "__main__":
                 name = f"{role}-{victim}-{at}"
                 ends = trial(folder, name, role, victim, at)
                 print(json.dumps({"name": name, "role": role, "victim": victim, "ends": ends}), flush=True)
+    assert channel_trial(folder, "channel-count", MANY, signal.SIGKILL) == [SUCCEEDED] * 3
+    count = int((folder / "channel-count.count").read_text())
+    for at in range(1, count, every):
+        both = [signal.SIGSTOP, signal.SIGKILL]
+        for how in both if every == 1 else [both[at // every % 2]]:
+            name = f"channel-{how.name}-{at}"
+            ends = channel_trial(folder, name, at, how)
+            print(json.dumps({"name": name, "role": "channel", "ends": ends}), flush=True)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -21,6 +26,9 @@ from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.errors import CommError, CommTimeout, PublishValueError
 from terrazzo.publish import Channel, Publisher, Receiver
 from terrazzo.publish.exchange import Connections
+from terrazzo.publish.gate import SECRET
+from terrazzo.publish.to_channel import Request
+from terrazzo.publish.transfer import Wanted
 from terrazzo.tensor import DTensor, Shard, distribute_tensor
 
 SHORT = timedelta(seconds=20)
@@ -322,3 +330,219 @@ def test_addresses():
         channel = Channel(f"127.0.0.1:{other.getsockname()[1]}")
         with pytest.raises(CommError, match="the store at .* failed"):
             Publisher(channel, {"w": torch.zeros(2)}, timeout=timedelta(seconds=1))
+
+
+# ------------------------------------------------------------------ receivers that do what they should not
+
+
+class Slow:
+    """Receives half of its messages, and the others when it may go on."""
+
+    def __init__(self, monkeypatch):
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+        plain = Connections.receive
+
+        def receive(connections, messages, slots):
+            if self.reached.is_set():
+                return plain(connections, messages, slots)
+            first = plain(connections, messages[: len(messages) // 2], slots)
+            self.reached.set()
+            assert self.may_go_on.wait(60)
+            return first + plain(connections, messages[len(messages) // 2 :], slots)
+
+        monkeypatch.setattr(Connections, "receive", receive)
+
+
+def test_a_slow_receiver_gets_its_version_while_others_are_published(address, monkeypatch):
+    slow = Slow(monkeypatch)
+    state = {"w": torch.zeros(16 << 20)}  # more than connections buffer
+    first, second = {"w": torch.zeros(16 << 20)}, {"w": torch.zeros(16 << 20)}
+    publisher = Publisher(Channel(address, bucket_bytes=4 << 20), state)
+    receiver, other = (Receiver(Channel(address, bucket_bytes=4 << 20), each) for each in (first, second))
+    publisher.publish(0)
+    with ThreadPoolExecutor(2) as pool:
+        polled = pool.submit(receiver.poll)
+        assert slow.reached.wait(60)
+        for version in range(1, 5):
+            state["w"].fill_(version)
+            publisher.publish(version)
+            assert publisher._sender._transfer.running  # it is still with version 0
+        later = pool.submit(other.poll)
+        slow.may_go_on.set()
+        assert (polled.result(), later.result()) == (0, 4)
+    receiver.apply()
+    other.apply()
+    assert first["w"].eq(0).all() and second["w"].eq(4).all()
+    assert receiver.poll() == 4
+    assert len(publisher._snapshots) == 2  # no more memory, however many versions
+    publisher.close()
+
+
+def send_request(board, publisher, **wrong):
+    plain = {"group": "bad", "what": "register", "wanted": [[Wanted("w", (0,), (2,), "float32")]]}
+    board.push(f"{publisher}/requests", msgspec.msgpack.encode(Request(**(plain | wrong))))
+
+
+def test_what_bad_receivers_ask_for_is_refused_and_the_trainer_goes_on(address, caplog):
+    state, served = {"w": torch.arange(4.0)}, {"w": torch.zeros(4)}
+    publisher = Publisher(Channel(address), state, timeout=SHORT)
+    receiver = Receiver(Channel(address), served, timeout=SHORT)
+    board = Channel(address).connect(SHORT)
+    name = publisher._sender._name
+    wrong = [
+        [[Wanted("unknown", (0,), (2,), "float32")]],
+        [[Wanted("w", (3,), (2,), "float32")]],
+        [[Wanted("w", (-1,), (2,), "float32")]],
+        [[Wanted("w", (0, 0), (2, 2), "float32")]],
+        [[Wanted("w", (0,), (1 << 62,), "float32")]],
+        [[Wanted("w", (0,), (2, 2), "float32")]],
+        [[Wanted("w", (0,), (0,), "float32")]],
+        [[Wanted("w", (0,), (2,), "no dtype")]],
+        [],
+    ]
+    for step in range(2):
+        for number, wanted in enumerate(wrong):
+            send_request(board, name, group=f"bad {step} {number}", wanted=wanted)
+            send_request(board, name, group=f"bad {step} {number}", what="ask")
+        send_request(board, name, group="")
+        send_request(board, name, group="unknown", what="leave")
+        board.push(f"{name}/requests", b"")
+        board.push(f"{name}/requests", b"junk")
+        board.store.queue_push(f"{name}/requests", "junk")
+        board.store.set(f"{name}/requests", "junk")
+        board.store.set("receivers", str(1 << 62))
+        with socket.create_connection(tuple(address.split(":"))) as junk:
+            junk.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        for version in (10 * step, 10 * step + 1):
+            state["w"] += 1
+            publisher.publish(version)
+            assert (receiver.poll(), receiver.apply()) == (version, version)
+            assert served["w"].equal(state["w"])
+    assert publisher._sender._taken.keys() == {receiver._source._group}
+    assert "wants 'unknown', which is not published" in caplog.text
+    board.close()
+    publisher.close()
+
+
+def test_a_receiver_that_never_connects_holds_up_neither_the_trainer_nor_its_end(address, caplog, monkeypatch):
+    monkeypatch.setattr("terrazzo.publish.to_channel._PATIENCE", 0.1)
+    state = {"w": torch.arange(4.0)}
+    publisher = Publisher(Channel(address), state, timeout=timedelta(seconds=100))
+    board = Channel(address).connect(SHORT)
+    send_request(board, publisher._sender._name)
+    send_request(board, publisher._sender._name, what="ask")
+    publisher.publish(0)
+    while publisher._sender._transfer is None:
+        time.sleep(0.01)
+    for version in range(1, 4):
+        publisher.publish(version)
+    assert publisher._sender._transfer.running
+    with caplog.at_level(logging.WARNING, "terrazzo.publish"):
+        publisher.close()
+    assert "1 of 1 groups of receivers did not get the last version" in caplog.text
+    board.close()
+
+
+def test_memory_for_the_next_full_version_is_used_again(address, tmp_path):
+    for to in (Channel(address), tmp_path):
+        served = {"w": torch.zeros(5), "b": torch.zeros(3, dtype=torch.int64)}
+        receiver = Receiver(to, served, timeout=SHORT)
+        places = []
+        for number in range(3):
+            state = {"w": torch.full((5,), float(number)), "b": torch.full((3,), number)}
+            with Publisher(to, state, anchor_every=1, timeout=SHORT) as publisher:  # a new one, so all is new
+                publisher.publish(number)
+                while receiver.poll() is None:
+                    time.sleep(0.01)
+                assert receiver.apply() == number
+            assert served["w"].eq(number).all() and served["b"].eq(number).all()
+            places.append([slot.data.data_ptr() for slot in receiver._source.host_copy.slots])
+        assert places[0] == places[1] == places[2]
+
+
+# ------------------------------------------------------------------ who can connect
+
+
+def listening():
+    """The addresses at which this process listens, as the kernel says, without ports."""
+    own = set()
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            own.add(os.readlink(each))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                found.append(fields[1].partition(":")[0])
+    return sorted(found)
+
+
+LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+@pytest.mark.parametrize("secret", [None, "between us"])
+def test_at_a_loopback_address_only_this_host_can_connect(address, secret, monkeypatch):
+    for _, interface in socket.if_nameindex():
+        if not interface.startswith("lo"):
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)  # where gloo would listen by itself
+    before = listening()
+    state, served = {"w": torch.arange(4.0)}, {"w": torch.zeros(4)}
+    name = address.replace("127.0.0.1", "localhost")
+    with Publisher(Channel(name, secret=secret), state, timeout=SHORT) as publisher:
+        receiver = Receiver(Channel(address, secret=secret), served, timeout=SHORT)
+        publisher.publish(0)
+        assert (receiver.poll(), receiver.apply()) == (0, 0)
+        now = listening()
+        for each in before:
+            now.remove(each)
+        assert now and set(now) <= LOOPBACK, now
+    assert served["w"].equal(state["w"])
+
+
+def test_an_address_that_others_reach_needs_a_secret(address, monkeypatch, caplog):
+    anywhere = address.replace("127.0.0.1", "0.0.0.0")
+    monkeypatch.delenv(SECRET, raising=False)
+    for wrong in (anywhere, "10.0.0.1:29600", "trainer:29600", "[2001:db8::1]:29600"):
+        with pytest.raises(PublishValueError, match=f"a secret is required: set {SECRET}, or pass secret="):
+            Channel(wrong)
+    monkeypatch.setenv(SECRET, "between us")
+    state, served = {"w": torch.arange(4.0)}, {"w": torch.zeros(4)}
+    publisher = Publisher(Channel(anywhere), state, timeout=SHORT)
+    assert "between us" not in repr(Channel(anywhere)) + str(Channel(anywhere))
+    publisher.publish(0)
+    other = Receiver(Channel(anywhere, secret="another"), {"w": torch.zeros(4)}, timeout=SHORT)
+    with pytest.raises(CommError, match=f"has another secret.*{SECRET}"):
+        other.poll()
+    with pytest.raises(CommError, match="failed"):  # without one
+        Channel(address, secret="").connect(timedelta(seconds=1))
+    with pytest.raises(CommError, match="did not ask for a secret"):  # another server
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            Channel(f"127.0.0.1:{silent.getsockname()[1]}", secret="s").connect(timedelta(seconds=1))
+    with socket.create_connection(tuple(address.split(":"))) as junk:
+        junk.sendall(b"junk" * 100)
+        junk.recv(1000)
+    assert "was refused: it does not have the secret" in caplog.text
+    idle = [socket.create_connection(tuple(address.split(":"))) for _ in range(20)]
+    receiver = Receiver(Channel(anywhere, secret="between us"), served, timeout=SHORT)
+    for version in range(1, 3):
+        publisher.publish(version)
+        assert (receiver.poll(), receiver.apply()) == (version, version)
+    assert served["w"].equal(state["w"])
+    for each in idle:
+        each.close()
+    publisher.close()
+    del publisher
+    socket.create_server(("127.0.0.1", int(address.partition(":")[2]))).close()  # nobody listens any more
+
+
+def test_a_store_that_another_process_serves(address):
+    store = Channel(address, secret="s").serve()
+    for number in range(2):
+        state, served = {"w": torch.full((4,), number + 1.0)}, {"w": torch.zeros(4)}
+        with Publisher(Channel(address, secret="s"), state, timeout=SHORT) as publisher:
+            receiver = Receiver(Channel(address, secret="s"), served, timeout=SHORT)
+            publisher.publish(number)
+            assert (receiver.poll(), receiver.apply()) == (number, number)
+            assert served["w"].equal(state["w"])
+    store.close()

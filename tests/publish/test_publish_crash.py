@@ -92,7 +92,12 @@ def check(root: Path, trial: dict) -> int:
 
 @pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.proof)])
 def test_a_rank_is_killed(tmp_path: Path, every: int) -> None:
-    trials = run_lab(tmp_path, every)
+    lines = run_lab(tmp_path, every)
+    channels = [trial for trial in lines if trial["role"] == "channel"]
+    assert {"SIGSTOP", "SIGKILL"} == {trial["name"].split("-")[1] for trial in channels}
+    for trial in channels:  # the publisher and the other receiver go on
+        assert trial["ends"] == [0, -signal.SIGKILL, 0], trial
+    trials = [trial for trial in lines if trial["role"] != "channel"]
     assert {(trial["role"], trial["victim"]) for trial in trials} == {
         (role, victim) for role in ("publish", "receive") for victim in range(2)
     }

@@ -9,8 +9,9 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import PrefixStore, Store
 
+from terrazzo._torch.groups import gloo_group
 from terrazzo.checkpoint.native.dtypes import as_bytes
 from terrazzo.comm.pending import timed_out
 from terrazzo.errors import CommError, CommTimeout
@@ -27,32 +28,45 @@ class Header(NamedTuple):
 
 
 class Connections:
-    """A process group of all senders and all receivers; senders have the lower ranks."""
+    """A process group of all senders and all receivers; senders have the lower ranks.
 
-    def __init__(self, store: Store, name: str, rank: int, senders: int, receivers: int, timeout: timedelta) -> None:
+    With an `address` of this host it listens there only.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        senders: int,
+        receivers: int,
+        timeout: timedelta,
+        address: str | None = None,
+    ) -> None:
         self._senders = senders
         self._timeout = timeout
+        self.sent = 0  # bytes of the present transfer so far
         with _explained(f"connecting publisher and receivers as {name}", timeout):
-            self._gloo: Any = ProcessGroupGloo(PrefixStore(name, store), rank, senders + receivers, timeout)
+            self._gloo: Any = gloo_group(PrefixStore(name, store), rank, senders + receivers, timeout, address)
 
     def send(self, messages: Sequence[Message], header: Header, receivers: Sequence[int], snapshot: Snapshot) -> int:
         """Send this rank's messages, after a header to each of `receivers` (which only the first sender has)."""
         under_way: deque[tuple[Any, torch.Tensor]] = deque()
-        sent = 0
+        gloo, self.sent = self._gloo, 0
         with _explained("sending weights", self._timeout):
             for receiver in receivers:
                 data = torch.tensor(header)
-                under_way.append((self._gloo.send([data], self._senders + receiver, 0), data))
+                under_way.append((gloo.send([data], self._senders + receiver, 0), data))
             for message in messages:
                 while len(under_way) >= IN_FLIGHT:
                     under_way.popleft()[0].wait(self._timeout)
                 data = _packed(message, snapshot)
-                sent += data.numel()
-                work = self._gloo.send([data], self._senders + message.receiver, message.number + 1)
+                self.sent += data.numel()
+                work = gloo.send([data], self._senders + message.receiver, message.number + 1)
                 under_way.append((work, data))
             while under_way:
                 under_way.popleft()[0].wait(self._timeout)
-        return sent
+        return self.sent
 
     def close(self) -> None:
         """Close the connections, also if something (an error's traceback, say) still refers to this object."""

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from typing import TypeVar
 
 import msgspec
 
-from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
+from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.errors import CommError
 from terrazzo.publish.channel import Channel, TimedStore
 from terrazzo.publish.exchange import Connections, Header
 from terrazzo.publish.host_copy import HostCopy
 from terrazzo.publish.parts import TensorInfo
-from terrazzo.publish.to_channel import Offer, PublisherParts, ReceiverParts
+from terrazzo.publish.to_channel import Offer, PublisherParts, Request
 from terrazzo.publish.transfer import IN_FLIGHT, Message, Wanted, plan_messages
 from terrazzo.publish.versions import Version
 from terrazzo.publish.working import raising_step_errors
 
 Match = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], HostCopy]
+Decoded = TypeVar("Decoded", Offer, PublisherParts)
 
 
 class ChannelSource:
@@ -32,8 +35,7 @@ class ChannelSource:
         self._timeout = timeout
         self._board: TimedStore | None = None
         self._publisher = ""  # at which this group is registered
-        self._group = 0
-        self._asked = 0
+        self._group = ""
         self._messages: tuple[Message, ...] = ()
         self._sizes = (0, 0)  # ranks of the publisher, of this side
         self._connections: Connections | None = None
@@ -51,7 +53,7 @@ class ChannelSource:
             found = team.reduce(lambda: b"", lambda _: self._current_offer())
             if not found:
                 return self._held
-            offer = msgspec.msgpack.decode(found, type=Offer)
+            offer = self._decoded(found, Offer)
             if offer.publisher != self._publisher:
                 self._register(team, offer.publisher)
             held = self._held
@@ -99,8 +101,8 @@ class ChannelSource:
                 raise CommError(f"the publisher at {self._channel} has not listed its tensors yet: call poll again")
             return data
 
-        parts = msgspec.msgpack.decode(team.reduce(lambda: b"", tell), type=PublisherParts)
-        infos = {name: TensorInfo(dtype_from_name(dtype), shape) for name, (dtype, shape) in parts.infos.items()}
+        parts = self._decoded(team.reduce(lambda: b"", tell), PublisherParts)
+        infos = parts.tensors()
         own: list[Wanted] = []
 
         def want() -> bytes:
@@ -115,14 +117,13 @@ class ChannelSource:
 
         def register(said: list[bytes]) -> bytes:
             assert self._board is not None
-            number = self._board.count("receivers", 1)
+            group = uuid.uuid4().hex
             wanted = [msgspec.msgpack.decode(each, type=list[Wanted]) for each in said]
-            packed = msgspec.msgpack.encode(ReceiverParts(publisher, wanted))
-            self._board.put(f"receiver/{number}", packed)
-            return b"%d" % number
+            self._send(publisher, Request(group, "register", wanted))
+            return group.encode()
 
         self._held = None
-        self._group, self._asked = int(team.reduce(want, register)), 0
+        self._group = team.reduce(want, register).decode()
         self._publisher = publisher
         dtypes = {name: info.dtype for name, info in infos.items()}
         nobody: list[list[Wanted]] = [[] for _ in team.ranks]
@@ -140,18 +141,32 @@ class ChannelSource:
             raise
 
     def _ask(self) -> bytes:
-        assert self._board is not None
-        self._board.put(f"ask/{self._group}/{self._asked}", b"")
+        self._send(self._publisher, Request(self._group, "ask"))
         return b""
 
+    def _send(self, publisher: str, request: Request) -> None:
+        assert self._board is not None
+        self._board.push(f"{publisher}/requests", msgspec.msgpack.encode(request))
+
+    def _decoded(self, data: bytes, kind: type[Decoded]) -> Decoded:
+        try:
+            return msgspec.msgpack.decode(data, type=kind)
+        except msgspec.MsgspecError as error:
+            raise CommError(f"what stands in the store at {self._channel} is not a publisher's: {error}") from error
+
     def _receive(self, team: Team) -> Header:
-        self._asked += 1
         senders, receivers = self._sizes
         if self._connections is None:
             assert self._board is not None
             name = f"{self._publisher}/{self._group}"
             self._connections = Connections(
-                self._board.store, name, senders + team.rank, senders, receivers, self._timeout
+                self._board.store,
+                name,
+                senders + team.rank,
+                senders,
+                receivers,
+                self._timeout,
+                self._channel.own_address,
             )
         header = self._connections.receive_header()
         assert self.host_copy is not None
@@ -165,7 +180,7 @@ class ChannelSource:
             self._connections = None
         if self._board is not None and self._publisher:
             with suppress(CommError):  # the process that hosts the store may have ended
-                self._board.put(f"gone/{self._publisher}/{self._group}", b"")
+                self._send(self._publisher, Request(self._group, "leave"))
         self._publisher = ""
 
     def close(self) -> None:

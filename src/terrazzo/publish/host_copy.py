@@ -81,17 +81,27 @@ _Key = tuple[str, Box, torch.dtype]
 
 
 class HostCopy:
-    """Host memory for this rank's part of the published tensors."""
+    """Host memory for this rank's part of the published tensors. The memory of the one `before` is used again, as far
+    as it fits."""
 
-    def __init__(self, parts: Parts, sources: Mapping[str, str]) -> None:
+    def __init__(self, parts: Parts, sources: Mapping[str, str], before: HostCopy | None = None) -> None:
         self._sources = sources
         slots: dict[_Key, Slot] = {}
+        known: dict[_Key, torch.Tensor] = {}
+        if before is not None:
+            keys = {key for key, _ in self._keyed(parts)}
+            for slot in before.slots:
+                if (key := (slot.source, slot.box, slot.data.dtype)) in keys:
+                    known[key] = slot.data
+            before.slots, before._by_source = [], {}  # frees what does not fit before more is allocated
         for key, part in self._keyed(parts):
             if key not in slots:
-                data = torch.empty(part.box.lengths, dtype=part.data.dtype, pin_memory=not part.data.is_cpu)
+                data = known.get(key)
+                if data is None or data.is_pinned() == part.data.is_cpu:
+                    data = torch.empty(part.box.lengths, dtype=part.data.dtype, pin_memory=not part.data.is_cpu)
                 slots[key] = Slot(key[0], part.box, data, [])
             slots[key].in_model.append(part.data)
-        self.slots = list(slots.values())
+        self.slots: list[Slot] = list(slots.values())
         self._by_source: dict[str, list[Slot]] = {}
         for slot in self.slots:
             self._by_source.setdefault(slot.source, []).append(slot)

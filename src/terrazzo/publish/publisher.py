@@ -35,10 +35,12 @@ class Publisher:
     In a folder, at a URL or in a store there is a list of versions. Each version is full, or has the exact changes
     since the version before it. If a process dies, a version is listed and complete, or not listed.
 
-    Through a `Channel` the last version is sent directly to the receivers that ask for it, always in full.
+    Through a `Channel` the last version is sent directly to the receivers that ask for it, always in full. `publish`
+    does not wait for receivers, whatever they do.
 
-    Host memory: two copies of what this rank publishes, in the published dtype (one copy with `sparse=False` or through
-    a channel); and the bytes of the version that is being written, or the channel's `bucket_bytes`.
+    Host memory: two copies of what this rank publishes, in the published dtype (one copy with `sparse=False`; through a
+    channel one, and a second one if a version is published while one before it is being sent); and the bytes of the
+    version that is being written, or the channel's `bucket_bytes`.
 
     Args:
         to: Where to publish: a folder, a URL, a store, or a `Channel`.
@@ -84,6 +86,7 @@ class Publisher:
         policy = Policy(anchor_every, dense_above, keep, sparse)
         self._model = model
         self._rename = rename
+        self._dtype = dtype
         self._side: BackgroundWork[Version] = BackgroundWork(
             process_group, timeout, f"publishing to {to if isinstance(to, Channel) else Place(to)}"
         )
@@ -135,7 +138,6 @@ class Publisher:
         with raising_step_errors():
             team = self._side.team()
             raise_if_any(team, earlier)
-        snapshot = self._snapshots[-1]
         number = (0 if self._number is None else self._number + 1) if version is None else int(version)
 
         def take() -> bytes:
@@ -145,7 +147,12 @@ class Publisher:
                     "the model's tensors or their layout have changed since this Publisher was constructed: construct "
                     "another one"
                 )
-            snapshot.take([parts.parts[own] for own in self._share.own])
+            own = [parts.parts[number] for number in self._share.own]
+            if all(self._sender.reads(each) for each in self._snapshots):  # a receiver is not done with the last one
+                self._snapshots.append(Snapshot(own, self._dtype))
+            while self._sender.reads(self._snapshots[-1]):
+                self._snapshots.reverse()
+            self._snapshots[-1].take(own)
             digests = [digest_of_tensor(parts.parts[place].data) for place in self._share.compared]
             mine = dict(zip(self._share.peers, digests, strict=True))
             return msgspec.msgpack.encode((number, msgspec.msgpack.encode(mine)))
@@ -159,6 +166,7 @@ class Publisher:
             team.reduce(take, announce)
             beside = self._side.team_in_background()
         self._number = number
+        snapshot = self._snapshots[-1]
         old = self._snapshots[0] if len(self._snapshots) > 1 else None
         self._snapshots.reverse()
         self._sender.starting()
@@ -170,13 +178,16 @@ class Publisher:
 
         Through a channel: until all registered receivers have it; `CommTimeout` if one does not get it in time.
         """
+        return self._wait(closing=False)
+
+    def _wait(self, *, closing: bool) -> Version | None:
         self._check_open()
         running = self._side.running
         if isinstance(self._sender, ChannelSender) and running is not None:
             sender = self._sender
 
             def look() -> bytes:
-                sender.wait_until_taken(running.done)
+                sender.wait_until_taken(running.done, closing=closing)
                 return b"" if running.done() else b"sending"
 
             # Agreed on: the others may look when the first rank has closed its publisher already, which ends their
@@ -193,10 +204,14 @@ class Publisher:
         return self._last
 
     def close(self) -> None:
-        """Wait for the last version as `wait` does, then close the connections."""
+        """Wait for the last version as `wait` does, then close the connections.
+
+        Through a channel: receivers that do nothing for 10 s, or do not get the version in time, are not waited for; a
+        warning is logged.
+        """
         if self._open:
             try:
-                self.wait()
+                self._wait(closing=True)
             finally:
                 self._end()
 

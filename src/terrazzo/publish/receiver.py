@@ -79,7 +79,8 @@ class Receiver:
     def _match(self, published: Mapping[str, TensorInfo], aliases: Mapping[str, str]) -> HostCopy:
         parts = parts_of(self._model, self._rename)
         sources = sources_of(parts, published, aliases, strict=self._strict, allow_lossy_dtype=self._lossy)
-        return HostCopy(parts, sources)
+        before, self._source.host_copy = self._source.host_copy, None
+        return HostCopy(parts, sources, before)
 
     @property
     def version(self) -> int | None:

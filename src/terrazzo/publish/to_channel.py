@@ -1,8 +1,12 @@
 """Publish directly: the publisher sends its last snapshot to the receivers that ask for it.
 
-The training loop does not wait for receivers: a thread on each rank sends. The first rank's thread looks which group
-of receivers asks, and sends its number to the other ranks. If a transfer fails, because receivers died for instance,
-their group is removed; to receive again they register as a new group.
+The training loop does not wait for receivers: a thread on each rank sends. The first rank looks which group of
+receivers asks, and tells the other ranks. The transfer to that group has a thread of its own on each rank, which may go
+on while the next version is published: it keeps its snapshot, and the next one gets other memory. If a transfer fails,
+because receivers died for instance, their group is removed; to receive again they register as a new group.
+
+What receivers write may be wrong. It is checked, and a group whose requests are wrong is removed, too; the publisher
+goes on.
 """
 
 from __future__ import annotations
@@ -11,29 +15,32 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
-from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
+from terrazzo.checkpoint.native.dtypes import can_convert, dtype_from_name, dtype_name
 from terrazzo.checkpoint.run.coordination import Team
-from terrazzo.errors import CommError, CommTimeout, PublishError
+from terrazzo.errors import CommError, CommTimeout, PublishError, TerrazzoError
+from terrazzo.layout import Box
 from terrazzo.publish.channel import Channel, TimedStore
 from terrazzo.publish.exchange import Connections, Header
 from terrazzo.publish.parts import TensorInfo
 from terrazzo.publish.snapshot import Snapshot
 from terrazzo.publish.transfer import IN_FLIGHT, Held, Message, Wanted, plan_messages
 from terrazzo.publish.versions import Version
-from terrazzo.publish.working import all_true, raising_step_errors
+from terrazzo.publish.working import raising_step_errors
 
 LOGGER: Final = logging.getLogger("terrazzo.publish")
 
 _LOOK: Final = 0.01  # seconds between two looks at which receivers ask
 _BEAT: Final = 1.0  # seconds after which the other ranks get a message also if none asks
-_NOTHING, _STOP = -1, -2
+_PATIENCE: Final = 10.0  # seconds for which `close` waits for receivers that do nothing
+_REQUESTS: Final = 100  # requests that are read at one look
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True):
@@ -51,12 +58,37 @@ class PublisherParts(msgspec.Struct, array_like=True, frozen=True):
     aliases: dict[str, str]
     held: list[list[Held]]
 
+    def tensors(self) -> dict[str, TensorInfo]:
+        """The published tensors."""
+        return {name: TensorInfo(dtype_from_name(dtype), shape) for name, (dtype, shape) in self.infos.items()}
 
-class ReceiverParts(msgspec.Struct, array_like=True, frozen=True):
-    """The boxes that each rank of a group of receivers needs."""
 
-    publisher: str
-    wanted: list[list[Wanted]]
+class Request(msgspec.Struct, array_like=True, frozen=True):
+    """What a group of receivers asks of a publisher: to be registered with the boxes that each of its ranks needs; for
+    the present version; or to be forgotten. `group` is a name of its own."""
+
+    group: str
+    what: Literal["register", "ask", "leave"]
+    wanted: list[list[Wanted]] = []
+
+
+class _State(msgspec.Struct, array_like=True, frozen=True):
+    """The transfer of a rank, which it tells the first one."""
+
+    running: bool
+    failed: bool
+    sent: int
+
+
+class _Step(msgspec.Struct, array_like=True, frozen=True):
+    """What all ranks do next, as the first one has decided."""
+
+    stop: bool = False
+    ended: bool = False  # the transfer
+    sent: int = 0  # bytes of that transfer, by all ranks
+    serve: str = ""  # a group
+    wanted: list[list[Wanted]] = []
+    forget: list[str] = []  # groups
 
 
 class _Receivers:
@@ -66,6 +98,17 @@ class _Receivers:
         self.connections = connections
         self.messages = messages  # that this rank sends
         self.count = count  # of the receivers' ranks
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """A version on its way to a group, on one rank."""
+
+    group: str
+    header: Header
+    snapshot: Snapshot
+    running: bool = True
+    failed: bool = False
 
 
 class ChannelSender:
@@ -83,13 +126,19 @@ class ChannelSender:
         self._name = uuid.uuid4().hex
         self._board: TimedStore | None = None
         self._parts = PublisherParts({}, {}, [])
-        self._groups: dict[int, _Receivers] = {}
-        self._gone: set[int] = set()
-        self._asked: dict[int, int] = {}
-        self._taken: dict[int, int] = {}  # by group, the number in sequence of the version that it has
+        self._meeting: TimedStore | None = None  # the store again: to wait there for receivers blocks a connection
+        self._groups: dict[str, _Receivers] = {}
+        self._transfer: _Transfer | None = None  # at most one
         self._sequence = 0
         self._stop = threading.Event()
         self._last: Version | None = None
+        # On the first rank only: the groups that are registered.
+        self._wanted: dict[str, list[list[Wanted]]] = {}
+        self._asking: list[str] = []
+        self._taken: dict[str, int] = {}  # the number in sequence of the version that each has
+        self._left: list[str] = []  # to be forgotten by all ranks
+        self._progress = time.monotonic()  # when receivers did something
+        self._seen = 0  # bytes of the transfer, as far as they were known then
 
     @property
     def board(self) -> TimedStore:
@@ -144,110 +193,182 @@ class ChannelSender:
         self._sequence += 1
         self._stop.clear()
 
+    def reads(self, snapshot: Snapshot) -> bool:
+        """Whether a transfer still reads this snapshot, which must not change then."""
+        return self._transfer is not None and self._transfer.running and self._transfer.snapshot is snapshot
+
     def send(self, team: Team, number: int, new: Snapshot, old: Snapshot | None) -> Version:
         """Send a snapshot to all receivers that ask, until `settle`; returns the version with the bytes sent."""
-        sent = 0
         with raising_step_errors():
             self._last = Version(number, self._sequence, self._name, None, 0, new.nbytes)
             while True:
-                group = int(team.reduce(lambda: b"", lambda _: b"%d" % self._next()))
-                if group == _STOP:
+                step = msgspec.msgpack.decode(team.reduce(self._state, self._decide), type=_Step)
+                if step.ended and self._transfer is not None:
+                    if self._transfer.header.sequence == self._sequence:
+                        self._last = msgspec.structs.replace(self._last, nbytes=self._last.nbytes + step.sent)
+                    self._transfer = None
+                for group in step.forget:
+                    self._forget(group)
+                if step.serve:
+                    self._begin(team, step, Header(self._sequence, number), new)
+                if step.stop:
                     return self._last
-                if group != _NOTHING:
-                    sent += self._serve(team, group, number, new)
-                    self._last = msgspec.structs.replace(self._last, nbytes=sent)
 
-    def _next(self) -> int:
-        """On the first rank: the group that asks; `_NOTHING` if none asks for a while, `_STOP` at the end."""
+    def _state(self) -> bytes:
+        transfer = self._transfer
+        if transfer is None:
+            return msgspec.msgpack.encode(_State(False, False, 0))
+        running = transfer.running  # first: what follows is complete if it is not running any more
+        known = self._groups.get(transfer.group)
+        sent = 0 if known is None else known.connections.sent
+        return msgspec.msgpack.encode(_State(running, transfer.failed, sent))
+
+    def _decide(self, states: list[bytes]) -> bytes:
+        """On the first rank: the next step. Waits for a request, if there is nothing to do."""
+        said = [msgspec.msgpack.decode(state, type=_State) for state in states]
+        step = _Step(stop=self._stopping())
+        if self._transfer is not None:
+            sent = sum(state.sent for state in said)
+            if sent != self._seen:
+                self._seen, self._progress = sent, time.monotonic()
+            if any(state.running for state in said):
+                self._read_requests()
+                if not step.stop:
+                    time.sleep(_LOOK)
+                return msgspec.msgpack.encode(step)
+            group = self._transfer.group
+            if any(state.failed for state in said):
+                self._remove(group)
+            elif group in self._taken:
+                self._taken[group] = self._transfer.header.sequence
+            step = msgspec.structs.replace(step, ended=True, sent=sent)
+        serve = "" if step.stop or step.ended else self._next()
+        forget, self._left = self._left, []
+        return msgspec.msgpack.encode(
+            msgspec.structs.replace(
+                step, stop=self._stopping(), serve=serve, wanted=self._wanted.get(serve, []), forget=forget
+            )
+        )
+
+    def _stopping(self) -> bool:
+        return self._stop.is_set() or not threading.main_thread().is_alive()
+
+    def _next(self) -> str:
+        """The group that asks; empty if none asks for a while."""
         deadline = time.monotonic() + min(_BEAT, self._timeout.total_seconds() / 4)
-        while time.monotonic() < deadline:
-            if self._stop.is_set() or not threading.main_thread().is_alive():
-                return _STOP
-            for group in self._present():
-                if self.board.has(f"ask/{group}/{self._asked.get(group, 0)}"):
-                    self._asked[group] = self._asked.get(group, 0) + 1
-                    return group
+        while True:
+            self._read_requests()
+            if self._asking:
+                return self._asking.pop(0)
+            if self._stopping() or self._left or time.monotonic() > deadline:
+                return ""
             time.sleep(_LOOK)
-        return _NOTHING
 
-    def _present(self) -> list[int]:
-        """The groups of receivers that are registered at this publisher."""
-        found = []
-        for group in range(1, self.board.count("receivers", 0) + 1):
-            if group in self._gone:
-                continue
-            if group not in self._taken:
-                data = self.board.value(f"receiver/{group}")
-                if data is None:  # it has its number, and will register soon
-                    continue
-                if msgspec.msgpack.decode(data, type=ReceiverParts).publisher != self._name:
-                    self._gone.add(group)
-                    continue
-                self._taken[group] = 0
-            if self.board.has(f"gone/{self._name}/{group}"):
-                self._forget(group)
-                continue
-            found.append(group)
-        return found
+    def _read_requests(self) -> None:
+        for _ in range(_REQUESTS):
+            data = self.board.pop(f"{self._name}/requests")
+            if data is None:
+                return
+            try:
+                self._take(msgspec.msgpack.decode(data, type=Request))
+            except (msgspec.MsgspecError, PublishError) as error:
+                LOGGER.warning("%s: a request of a receiver was ignored: %s", self._channel, error)
 
-    def _forget(self, group: int) -> None:
-        self._gone.add(group)
-        self._taken.pop(group, None)
+    def _take(self, request: Request) -> None:
+        group = request.group
+        self._progress = time.monotonic()
+        if request.what == "register":
+            if group in self._taken or not group:
+                raise PublishError(f"group {group!r} of receivers cannot be registered: the name is taken, or empty")
+            check_wanted(request.wanted, self._parts.tensors())
+            self._wanted[group] = request.wanted
+            self._taken[group] = 0
+        elif request.what == "leave":
+            self._remove(group)
+        elif group in self._taken and group not in self._asking:
+            self._asking.append(group)
+
+    def _remove(self, group: str) -> None:
+        if self._taken.pop(group, None) is not None:
+            del self._wanted[group]
+            self._asking = [other for other in self._asking if other != group]
+            self._left.append(group)
+
+    def _forget(self, group: str) -> None:
         known = self._groups.pop(group, None)
         if known is not None:
             known.connections.close()
 
-    def _serve(self, team: Team, group: int, number: int, snapshot: Snapshot) -> int:
-        """Send the snapshot to a group of receivers; returns the bytes that all ranks sent."""
-        error: CommError | PublishError | None = None
-        sent = 0
-        try:
-            receivers = self._groups.get(group) or self._connected(team, group)
-            header = Header(self._sequence, number)
-            first = range(receivers.count) if team.is_coordinator else ()
-            sent = receivers.connections.send(receivers.messages, header, first, snapshot)
-        except (CommError, PublishError) as caught:
-            error = caught
-        if not all_true(team, error is None):
-            if error is not None:
-                LOGGER.warning(
-                    "%s: group %d of receivers did not get version %d: %s", self._channel, group, number, error
-                )
-            self._forget(group)
-            return 0
-        if team.is_coordinator:
-            self._taken[group] = self._sequence
-        total = team.reduce(lambda: b"%d" % sent, lambda parts: b"%d" % sum(map(int, parts)))
-        return int(total)
+    def _begin(self, team: Team, step: _Step, header: Header, snapshot: Snapshot) -> None:
+        """Begin the transfer of a snapshot to a group of receivers, on a thread."""
+        transfer = self._transfer = _Transfer(step.serve, header, snapshot)
+        self._seen, self._progress = 0, time.monotonic()
 
-    def _connected(self, team: Team, group: int) -> _Receivers:
-        data = self.board.value(f"receiver/{group}")
-        if data is None:
-            raise CommError(f"group {group} of receivers is not registered any more")
-        wanted = msgspec.msgpack.decode(data, type=ReceiverParts).wanted
+        def run() -> None:
+            try:
+                receivers = self._groups.get(step.serve) or self._connected(team, step)
+                first = range(receivers.count) if team.is_coordinator else ()
+                receivers.connections.send(receivers.messages, header, first, snapshot)
+            except Exception as error:  # whatever a receiver does: the trainer goes on
+                transfer.failed = True
+                LOGGER.warning(
+                    "%s: group %s of receivers did not get version %d: %s",
+                    self._channel,
+                    step.serve,
+                    header.number,
+                    error,
+                )
+            finally:
+                transfer.running = False
+
+        # A daemon: a process that ends does not wait for a receiver that is stopped.
+        threading.Thread(target=run, name="terrazzo-send", daemon=True).start()
+
+    def _connected(self, team: Team, step: _Step) -> _Receivers:
         dtypes = {name: dtype_from_name(dtype) for name, (dtype, _) in self._parts.infos.items()}
         size = self._channel.bucket_bytes // IN_FLIGHT
-        mine = plan_messages(self._parts.held, wanted, dtypes, size, sender=team.rank)
-        connections = Connections(
-            self.board.store, f"{self._name}/{group}", team.rank, len(team.ranks), len(wanted), self._timeout
-        )
-        found = self._groups[group] = _Receivers(connections, mine, len(wanted))
+        mine = plan_messages(self._parts.held, step.wanted, dtypes, size, sender=team.rank)
+        meeting = self._meeting
+        if meeting is None:
+            meeting = self._meeting = self._channel.connect(self._timeout)
+        try:
+            connections = Connections(
+                meeting.store,
+                f"{self._name}/{step.serve}",
+                team.rank,
+                len(team.ranks),
+                len(step.wanted),
+                self._timeout,
+                self._channel.own_address,
+            )
+        except BaseException:
+            meeting.close()
+            self._meeting = None
+            raise
+        found = self._groups[step.serve] = _Receivers(connections, mine, len(step.wanted))
         return found
 
     def settle(self) -> None:
-        """Stop sending, after the present transfer."""
+        """Stop sending. A transfer that has begun goes on."""
         self._stop.set()
 
-    def wait_until_taken(self, has_ended: Callable[[], bool]) -> None:
+    def wait_until_taken(self, has_ended: Callable[[], bool], *, closing: bool) -> None:
         """Wait until all registered receivers have the last version, or `has_ended`. Only the first rank waits: only it
-        knows the receivers."""
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        knows the receivers. If it is `closing`, it does not wait for receivers that do nothing."""
+        limit = self._timeout.total_seconds()
+        patience = min(limit, _PATIENCE)
+        started = self._progress = time.monotonic()
         while not has_ended() and (late := self._late()):
-            if time.monotonic() > deadline:
-                raise CommTimeout(
+            now = time.monotonic()
+            if now > started + limit or (closing and now > self._progress + patience):
+                problem = (
                     f"{late} of {len(self._taken)} groups of receivers did not get the last version within "
-                    f"{self._timeout.total_seconds():g} s: they died, or do not call poll"
+                    f"{min(limit, now - started):.3g} s: they died, or do not call poll"
                 )
+                if not closing:
+                    raise CommTimeout(problem)
+                LOGGER.warning("%s is closed, but %s", self._channel, problem)
+                return
             time.sleep(_LOOK)
 
     def _late(self) -> int:
@@ -262,9 +383,33 @@ class ChannelSender:
         """Withdraw the version, and close the connections."""
         for group in list(self._groups):
             self._forget(group)
+        if self._meeting is not None:
+            self._meeting.close()
+            self._meeting = None
         if self._board is not None:
             with suppress(CommError):  # the process that hosted the store may have ended
                 if (self._board.value("publisher") or b"").decode() == self._name:
                     self._board.put("current", b"")
             self._board.close()
             self._board = None
+
+
+def check_wanted(wanted: Sequence[Sequence[Wanted]], infos: Mapping[str, TensorInfo]) -> None:
+    """Raise if receivers want something that is not published."""
+    if not wanted:
+        raise PublishError("a group of receivers has no ranks")
+    for rank, boxes in enumerate(wanted):
+        for each in boxes:
+            info = infos.get(each.name)
+            if info is None:
+                raise PublishError(f"rank {rank} of the receivers wants {each.name!r}, which is not published")
+            try:
+                box, dtype = Box(each.offsets, each.lengths), dtype_from_name(each.dtype)
+                fits = Box.whole(info.shape).contains(box) and not box.is_empty and can_convert(info.dtype, dtype)
+            except (ValueError, TypeError, KeyError, TerrazzoError) as error:
+                raise PublishError(f"rank {rank} of the receivers wants {each.name!r} as {each}: {error}") from error
+            if not fits:
+                raise PublishError(
+                    f"rank {rank} of the receivers wants {each.name!r} as {each}, which does not fit the published "
+                    f"{info.dtype} tensor of shape {list(info.shape)}"
+                )

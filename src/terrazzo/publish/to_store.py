@@ -191,6 +191,10 @@ class StoreSender:
     def starting(self) -> None:
         """Called between `announce` and `send`."""
 
+    def reads(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot must not change: never when `publish` asks, which has waited until all was written."""
+        return False
+
     def settle(self) -> None:
         """Do nothing: `send` ends when the version is complete."""
 
