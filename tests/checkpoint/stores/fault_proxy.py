@@ -7,6 +7,7 @@ A fault is chosen per request by `choose(method, path, number)`, which returns N
     ("cut", 0)          the connection breaks in the middle of what the client sends
     ("cut reply", 0)    the connection breaks in the middle of the answer
     ("slow", seconds)   the answer takes its time
+    ("flip", 0)         one bit of what the client sends arrives as another
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 Fault = tuple[str, float]
-_STATUS = {409: "ConditionalRequestConflict", 412: "PreconditionFailed", 503: "SlowDown", 500: "InternalError"}
+_STATUS = {
+    404: "NoSuchBucket",
+    409: "ConditionalRequestConflict",
+    412: "PreconditionFailed",
+    500: "InternalError",
+    503: "SlowDown",
+}
 
 
 class FaultProxy:
@@ -79,6 +86,8 @@ class FaultProxy:
             client.close_connection = True
             return
         body = client.rfile.read(length)
+        if kind == "flip" and body:
+            body = body[: length // 2] + bytes([body[length // 2] ^ 1]) + body[length // 2 + 1 :]
         if kind == "status":
             text = f"<Error><Code>{_STATUS[int(amount)]}</Code></Error>".encode()
             self._answer(client, int(amount), {"Content-Type": "application/xml"}, text)

@@ -252,6 +252,66 @@ def test_a_lost_reply_to_the_commit_is_no_conflict(s3: S3Server, proxy: FaultPro
     assert lost and value_at(store) == 2.0
 
 
+def test_a_bit_that_flips_on_its_way_is_never_committed(s3: S3Server, proxy: FaultProxy) -> None:
+    store = ObjectStore(f"s3://{BUCKET}/{uuid.uuid4().hex}", **proxy.settings(s3.settings()))
+    save(state(1.0), store=store, no_dist=True)
+    version = store.put("large", b"old")
+    for kind in ("data-", "manifest"):
+        proxy.reset(lambda method, path, number, kind=kind: ("flip", 0) if method == "PUT" and kind in path else None)
+        with pytest.raises(CheckpointError, match="400 Bad Request"):
+            save(state(2.0), store=store, no_dist=True)
+        assert proxy.happened and value_at(store) == 1.0
+    proxy.reset(lambda method, path, number: ("flip", 0) if "partNumber=2" in path else None)
+    file = store.stream("large")
+    with pytest.raises(OSError, match="400 Bad Request"):
+        for number in range(5):
+            file.write(number * (20 << 20), [memoryview(bytes(20 << 20))])
+        file.finish()
+    file.abort()
+    assert proxy.happened and store.get("large") == (b"old", version)
+
+
+def test_settings_of_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    from terrazzo.checkpoint.stores.object_store import _with_checksums as completed
+
+    assert completed("s3://b", {"region": "x"}) == {"region": "x", "checksum_algorithm": "SHA256"}
+    assert completed("s3://b", {"AWS_CHECKSUM_ALGORITHM": "CRC64NVME"}) == {"AWS_CHECKSUM_ALGORITHM": "CRC64NVME"}
+    assert completed("s3://b", {"config": {"checksum_algorithm": "sha256"}}) == {
+        "config": {"checksum_algorithm": "sha256"}
+    }
+    assert completed("s3://b", {"checksum_algorithm": None}) == completed("az://b", {}) == {}
+    monkeypatch.setenv("AWS_CHECKSUM_ALGORITHM", "CRC64NVME")
+    assert completed("s3://b", {}) == {}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_another_conditional_put_under_way_is_no_conflict(s3: S3Server, proxy: FaultProxy, first: bool) -> None:
+    """S3 answers 409 then: nothing has changed, so the put is tried again."""
+    store = ObjectStore(f"s3://{BUCKET}/{uuid.uuid4().hex}", **proxy.settings(s3.settings()))
+    if not first:
+        save(state(1.0), store=store, no_dist=True)
+    busy: list[str] = []
+
+    def answer(method: str, path: str, number: int) -> Fault | None:
+        if method == "PUT" and "manifest" in path and len(busy) < 2:
+            busy.append(path)
+            return ("status", 409)
+        return None
+
+    proxy.reset(answer)
+    save(state(2.0), store=store, no_dist=True)
+    assert len(busy) == 2 and value_at(store) == 2.0 and len(names(store)) == 2
+
+
+def test_a_bucket_that_is_not_there_is_no_conflict(s3: S3Server, proxy: FaultProxy) -> None:
+    store = ObjectStore("s3://misspelt/run", **proxy.settings(s3.settings()))
+    proxy.reset(lambda method, path, number: ("status", 404))
+    for put in (lambda: store.put("a", b"x"), lambda: store.upload("a", 1).finish()):
+        with pytest.raises(OSError, match="NoSuchBucket") as caught:
+            put()
+        assert not isinstance(caught.value, FileExistsError)
+
+
 class Sleeping(DefaultSavePlanner):
     """A job that falls asleep while it writes its data."""
 

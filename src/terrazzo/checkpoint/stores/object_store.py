@@ -10,6 +10,7 @@ Why it works as it does:
 - only a file that has to be large (of `torch.save` or DeepSpeed) is sent in parts, from 64 MiB on;
 - the root is put on condition that the present one has not changed. If the store reports a change, the reply to an
   earlier try may have been lost: so the root is read back, and if it is the one that was put, the commit succeeded;
+- an upload to S3 carries a SHA-256, which the server compares with what has arrived, of each part, too;
 - a lease has ended if the newest file of its save is older than `lease_seconds`, by the store's clock.
 """
 
@@ -217,25 +218,27 @@ class ObjectStore(Store):
                 return _version(self._bucket.put(self._path(key), data, mode=mode, use_multipart=False))
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError) as error:
                 self._check_bucket(error, certain=not isinstance(only_if, str))
-                written = self._version_if_ours(key, data)
-                if written is None:
+                present = self._present(key)
+                if present is not None and present[0] == _joined(data):
+                    return present[1]
+                there = ABSENT if present is None else present[1]
+                if only_if is not None and there != only_if:
                     raise ConflictError(
                         f"{self._url}/{key} was replaced by another save since this one began; the other checkpoint "
                         f"stays. Let only one job save there, or save again"
                     ) from error
-                return written
-            except exceptions.BaseError as error:
-                if only_if is None or "409 Conflict" not in str(error) or attempt == _TRIES - 1:
+                if attempt == _TRIES - 1:
                     self._fail(key, error)
+            except exceptions.BaseError as error:
+                self._fail(key, error)
             time.sleep(0.1 * 2**attempt)  # another conditional put was under way
         raise AssertionError
 
-    def _version_if_ours(self, key: str, data: bytes | memoryview | Sequence[memoryview]) -> Version | None:
+    def _present(self, key: str) -> tuple[bytes, Version] | None:
         try:
-            present, version = self.get(key)
+            return self.get(key)
         except FileNotFoundError:
             return None
-        return version if present == (data if isinstance(data, (bytes, memoryview)) else b"".join(data)) else None
 
     def list(self, prefix: str = "") -> list[Entry]:
         start = len(self._path(""))
@@ -359,6 +362,10 @@ class _Translated(Upload):
         self._inner.abort()
 
 
+def _joined(data: bytes | memoryview | Sequence[memoryview]) -> bytes | memoryview:
+    return data if isinstance(data, (bytes, memoryview)) else b"".join(data)
+
+
 def _copy(target: memoryview, source: memoryview) -> None:
     """Copy bytes; large ones with NumPy, which releases the interpreter's lock."""
     if len(source) < _LARGE_COPY:
@@ -382,13 +389,17 @@ def _client(url: str, settings: dict[str, Any]) -> Any:
     except TypeError:  # functions, for example
         comparable = False
     if not comparable:
-        return from_url(url, **_with_plain_http(settings))
+        return _made_client(url, settings)
     return _known_client(url, text, frozenset(os.environ.items()))
 
 
 @lru_cache(maxsize=8)
 def _known_client(url: str, settings: str, environment: frozenset[tuple[str, str]]) -> Any:
-    return from_url(url, **_with_plain_http(json.loads(settings)))
+    return _made_client(url, json.loads(settings))
+
+
+def _made_client(url: str, settings: dict[str, Any]) -> Any:
+    return from_url(url, **_with_checksums(url, _with_plain_http(settings)))
 
 
 _process: int | None = None  # the first one that has made a request
@@ -404,6 +415,16 @@ def _check_not_forked(url: str) -> None:
             f"{url} cannot be used in a process that was forked from one that has used an object store: start it with "
             f"'spawn', as by torch.multiprocessing.get_context('spawn') or DataLoader(multiprocessing_context='spawn')"
         )
+
+
+def _with_checksums(url: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, with a checksum in each upload to S3, unless another one is set; None sends none."""
+    names = {"checksum_algorithm", "aws_checksum_algorithm"}
+    if any(name.lower() in names for name in (*settings, *settings.get("config", {}))):
+        return {name: value for name, value in settings.items() if value is not None or name.lower() not in names}
+    if not url.startswith(("s3://", "s3a://")) or os.environ.get("AWS_CHECKSUM_ALGORITHM"):
+        return settings
+    return settings | {"checksum_algorithm": "SHA256"}  # which the client computes for the signature, too
 
 
 def _with_plain_http(settings: dict[str, Any]) -> dict[str, Any]:
