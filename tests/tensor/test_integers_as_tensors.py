@@ -1,4 +1,4 @@
-"""0-d tensors that stand for integers: bounds of slices, sizes, counts and dims. One device gives what is expected."""
+"""0-d tensors that stand for integers: bounds of slices, sizes, counts, dims. One device gives what is expected."""
 
 from __future__ import annotations
 

@@ -35,6 +35,18 @@ def check_views_as_other_types() -> None:
     assert torch.view_as_real(x.sum(0)).placements == torch.view_as_complex(y.sum(0)).placements == (Partial(),)
 
 
+def check_conversions_to_integers() -> None:
+    """Terms of 0.75 and 1.75, which are 2 together, and 1 if each is rounded."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = DTensor.from_local(torch.tensor([[0.75 + dist.get_rank()]]), mesh, [Partial()])
+    for target in (Partial(), Partial("max"), R, Shard(0)):
+        written = torch.zeros(1 - dist.get_rank() if target is Shard(0) else 1, 1, dtype=torch.int64)
+        result = DTensor.from_local(written, mesh, [target], shape=(1, 1)).copy_(x)
+        assert result.full_tensor().tolist() == [[2]] and result.placements == (target,)
+    for call in (lambda x: x.sum(dtype=torch.int64), lambda x: x.cumsum(0, dtype=torch.int64), lambda x: x.long()):
+        assert call(x).full_tensor().flatten().tolist() == [2]
+
+
 def check_gradients() -> None:
     mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
     i, j = divmod(rank, 2)
@@ -136,6 +148,10 @@ def check_products() -> None:
 
 def test_views_as_other_types_pass_sums_only() -> None:
     run_ranks(2, check_views_as_other_types)
+
+
+def test_terms_are_not_rounded_one_by_one() -> None:
+    run_ranks(2, check_conversions_to_integers)
 
 
 def test_a_gradient_is_the_tensors_whatever_its_terms() -> None:

@@ -198,8 +198,8 @@ class _Planner:
     def _resolve_mixed_partials(self) -> None:
         """Terms of different reductions do not commute: reduce them from the last mesh dim to the first.
 
-        A tensor's terms are reduced along the last mesh dim first. So before a mesh dim gets other terms, or none,
-        those of all later mesh dims are reduced; `_to_partials` makes new ones where `dst` has terms, too.
+        A tensor's terms are reduced along the last mesh dim first. So before a mesh dim gets other terms, or none, the
+        terms of all later mesh dims are reduced; `_to_partials` makes new ones where `dst` has terms, too.
         """
         goal = self.dst.placements
         pairs = list(zip(self.at, goal, strict=True))

@@ -7,7 +7,7 @@ decides whether partial terms may pass, and a wrong entry would give silently wr
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -178,7 +178,16 @@ def copy(call: Call, input: Operand, src: Any, non_blocking: bool = False) -> Sp
         return None
     # PyTorch has no gradient for the functional form of copy.
     localize = None if call.inplace else lambda chosen: _copied
-    return Spec(ins, [tuple(range(len(out)))], [out], linear=[(0, 1)], moves_only=True, localize=localize)
+    dims = tuple(range(len(out)))
+    spec = Spec(ins, [dims], [out], linear=[(0, 1)], moves_only=True, localize=localize)
+    if any(isinstance(p, Partial) for o in (input, src) for p in o.placements):
+        # A sum that is converted, to an integer for example, is not the sum of its converted terms.
+        spec.guard, spec.otherwise = _of_one_dtype, Spec(ins, [dims], [out], localize=localize)
+    return spec
+
+
+def _of_one_dtype(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
+    return bool(loc[0].dtype == loc[1].dtype)
 
 
 def _copied(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:

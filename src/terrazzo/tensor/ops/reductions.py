@@ -80,7 +80,8 @@ def sum_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, 
     dims = reduced_dims(dim, input.ndim)
     if dims is None:
         return None
-    return reduction(input, dims, keepdim, "sum", linear=True, joined=sums_in_single(with_dtype))
+    linear = dtype is None or dtype.is_floating_point or dtype.is_complex  # elements are rounded to integers before
+    return reduction(input, dims, keepdim, "sum", linear=linear, joined=sums_in_single(with_dtype))
 
 
 @rule("count_nonzero")
