@@ -94,6 +94,10 @@ class DTensorArgumentError(DTensorError, ValueError, AssertionError):
     """
 
 
+class DTensorTypeError(DTensorError, TypeError):
+    """A DTensor cannot be used as such an object."""
+
+
 class CaptureError(DTensorError):
     """`terrazzo.compile` cannot make a graph of a program.
 

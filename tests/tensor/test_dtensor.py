@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from ranks import run_ranks
@@ -626,7 +627,8 @@ def reading() -> None:
         assert x.tolist() == whole.tolist() and len(x) == 5
         total = x.sum()
         assert total.item() == pytest.approx(whole.sum().item(), rel=1e-5)
-        assert float(total) == total.item() and f"{total:.2f}" == f"{total.item():.2f}" and bool((x > -100).all())
+        assert float(total) == total.item() and bool((x > -100).all())
+        assert f"{total.redistribute():.2f}" == f"{total.item():.2f}"
         assert (x == x).all() and torch.equal(x, x) and torch.allclose(x, x * 1)
         assert "DTensor" in repr(x) and x.stride() == whole.stride() and x.is_contiguous()
         assert (x + 1.5).dtype == torch.float32 and (2 - x).shape == (5, 4)
@@ -636,6 +638,29 @@ def reading() -> None:
         bool(x)
     with pytest.raises(IndexError, match="too many indices"):
         x[0, 0, 0]
+
+
+def formatting() -> None:
+    """One rank alone: a rank that waited for the others here would wait until the time limit."""
+    mesh, part = init_device_mesh("cpu", (2, 2)), DeviceMesh("cpu", [1, 2])
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0), R])
+    total, known = x.sum(), x.sum().redistribute()
+    apart = distribute_tensor(torch.tensor(1.5), part, [R])
+    if dist.get_rank() == 0:
+        assert f"{known}" == "6.0" and f"{known:.3f}" == "6.000" and f"{known:>6}" == "   6.0"
+        for t in (total, x, apart):  # what this rank does not know is shown as it is held
+            assert f"{t}" == str(t) == repr(t) == "{}".format(t) == "%s" % t == f"{t!s}"  # noqa: UP031, UP032
+            assert f"placements={t.placements}" in f"{t}" and repr(t.to_local()) in f"{t}"
+            with pytest.raises(TypeError, match="item" if t.ndim == 0 else "unsupported format string"):
+                f"{t:.3f}"
+        with pytest.raises(DTensorError, match=r"placed \[Partial\(sum\), Replicate\(\)\]"):
+            f"{total:.3f}"
+    dist.barrier()
+    assert f"{total.item():.3f}" == f"{float(total):.3f}" == "6.000"
+
+
+def test_formatting_does_not_communicate() -> None:
+    run_ranks(4, formatting)
 
 
 def test_reading_equals_one_device() -> None:
