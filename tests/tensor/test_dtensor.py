@@ -646,7 +646,10 @@ def formatting() -> None:
     x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0), R])
     total, known = x.sum(), x.sum().redistribute()
     apart = distribute_tensor(torch.tensor(1.5), part, [R])
+    y = distribute_tensor(torch.ones(2, 2), mesh, [Shard(0), Shard(1)])
+    later = y.redistribute(placements=[R, R], async_op=True)  # two gathers, of which the first is running
     if dist.get_rank() == 0:
+        assert "in communication" in repr(later) and "in communication" in f"{later}"
         assert f"{known}" == "6.0" and f"{known:.3f}" == "6.000" and f"{known:>6}" == "   6.0"
         for t in (total, x, apart):  # what this rank does not know is shown as it is held
             assert f"{t}" == str(t) == repr(t) == "{}".format(t) == "%s" % t == f"{t!s}"  # noqa: UP031, UP032
@@ -656,6 +659,7 @@ def formatting() -> None:
         with pytest.raises(DTensorError, match=r"placed \[Partial\(sum\), Replicate\(\)\]"):
             f"{total:.3f}"
     dist.barrier()
+    assert repr(later.to_local()) in repr(later)
     assert f"{total.item():.3f}" == f"{float(total):.3f}" == "6.000"
 
 
