@@ -108,6 +108,21 @@ def check_run_check():
     assert x.to_local().tolist() == [0.0, 0.0] and x.requires_grad
     x.sum().backward()
     assert parameter.grad.tolist() == [1.0, 1.0]
+    # The first rank's values to the last bit, whatever the other ranks hold.
+    values = torch.tensor([[1.0, 0.1, float("nan")], [1e-30, -0.0, float("inf")]]).t()
+    mine = values if first else torch.tensor([[1e10, 0.3, 1.0], [float("inf"), 2.0, float("nan")]]).t()
+    for placements, requires_grad in (([R], False), ([R], True)):
+        x = DTensor.from_local(mine.clone().requires_grad_(requires_grad), mesh, placements, run_check=True)
+        assert torch.equal(x.to_local().detach().t().contiguous().view(torch.int32), values.t().view(torch.int32))
+        assert x.stride() == values.stride() and x.requires_grad is requires_grad
+    start = mine.clone().requires_grad_()
+    weight = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [R])
+    (DTensor.from_local(start, mesh, [R], run_check=True).nan_to_num(0.0, 0.0, 0.0) * weight).sum().backward()
+    expected = torch.arange(6.0).view(3, 2).masked_fill(~values.isfinite(), 0.0)  # where the first rank's are clipped
+    assert torch.equal(start.grad, expected)
+    written = DTensor.from_local(mine.clone().requires_grad_(), mesh, [R], run_check=True)
+    written.zero_()
+    assert written.full_tensor().sum() == 0
 
 
 def test_errors_are_also_of_pytorchs_types():

@@ -79,14 +79,14 @@ def from_local(
     if grad_placements is not None and local.requires_grad:
         needed = layout.with_placements(tuple(grad_placements))
         local = _OfLeaf.apply(_GradTo.apply(local, gradient_layout(layout), needed))
-        return wrap(_first_replica(local, layout) if run_check else local, layout)
+        return wrap(_FirstReplica.apply(local, layout) if run_check else local, layout)
     if not local.requires_grad and forward_ad.unpack_dual(local).tangent is None:
         local = local.detach()
     elif local.requires_grad and local.is_leaf:
         local = _OfLeaf.apply(local)
     else:
         local = local.view_as(local)
-    return wrap(_first_replica(local, layout) if run_check else local, layout)
+    return wrap(_FirstReplica.apply(local, layout) if run_check else local, layout)
 
 
 class _OfLeaf(torch.autograd.Function):
@@ -153,14 +153,20 @@ def _check_alike(local: torch.Tensor, layout: Layout) -> None:
             )
 
 
-def _first_replica(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Replicas get the values of the first of their ranks."""
-    for m, p in enumerate(layout.placements):
-        if isinstance(p, Replicate):
-            with torch.no_grad():
-                first = broadcast(local.detach(), axis_of(layout.mesh, m), 0)
-            local = local + (first - local.detach()) if local.requires_grad else first
-    return local
+class _FirstReplica(torch.autograd.Function):
+    """Replicas with the values of the first of their ranks; each rank's tensor gets its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, layout: Layout) -> torch.Tensor:
+        first = local.detach().clone()
+        for m, p in enumerate(layout.placements):
+            if isinstance(p, Replicate):
+                first.copy_(broadcast(first, axis_of(layout.mesh, m), 0))  # in the strides of this rank's
+        return first
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
 
 
 class _GradTo(torch.autograd.Function):
