@@ -103,3 +103,19 @@ def test_what_cannot_be_converted(tmp_path):
         save({**state_of(SHAPES, FROZEN), "optimizer": optimizer}, checkpoint_id=tmp_path / "factored", no_dist=True)
         convert(tmp_path / "factored", tmp_path / "new", "deepspeed")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["factored", "model.pt", "source"]
+
+
+def test_nothing_is_removed_or_written_through_a_link(tmp_path):
+    """Neither through one that has the name of the unfinished folder, nor over one that leads nowhere."""
+    write(tmp_path, 2)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("mine")
+    (tmp_path / ".new.tmp").symlink_to(mine)
+    with pytest.raises(CheckpointExistsError, match=r"\.new\.tmp is a link or a mount point"):
+        convert(tmp_path / "tag", tmp_path / "new", "deepspeed")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    with pytest.raises(CheckpointExistsError, match="nowhere exists"):
+        convert(tmp_path / "tag", tmp_path / "nowhere", "deepspeed")
+    assert [path.name for path in mine.iterdir()] == ["notes.txt"] and not (tmp_path / "absent").exists()
+    assert not (tmp_path / "new").exists() and (tmp_path / "nowhere").is_symlink()

@@ -27,7 +27,7 @@ class NewFolder:
     def is_taken(self) -> bool:
         """Whether the folder exists, and is complete."""
         if self._hidden is not None:
-            return self.target.exists()
+            return self.target.exists() or self.target.parent.store.is_link(self.target.name)
         names = self.target.names()
         return bool(names) and UNFINISHED not in names
 
@@ -43,6 +43,10 @@ class NewFolder:
         if self.is_taken():
             raise self.refusal()
         if self._hidden is not None:
+            if self._hidden.parent.store.is_link(self._hidden.name):
+                raise CheckpointExistsError(
+                    f"{self._hidden} is a link or a mount point, and nothing is removed through it: remove it"
+                )
             shutil.rmtree(str(self._hidden), ignore_errors=True)
             self.store.prepare()
             return
