@@ -36,6 +36,7 @@ from terrazzo.checkpoint.api import CheckpointException as SameException
 from terrazzo.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from terrazzo.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from terrazzo.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from terrazzo.checkpoint.stores import MemoryStore
 from terrazzo.checkpoint.utils import find_state_dict_object, find_tensor_shard
 from terrazzo.errors import CheckpointError, CheckpointMismatchError
 
@@ -50,6 +51,20 @@ def test_the_storage_may_come_second(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         save({}, FileSystemWriter(tmp_path), "more")
     assert SameException is CheckpointException
+
+
+def test_a_path_or_a_store_as_the_second_argument_says_what_to_pass(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3)}
+    for given, right in (
+        (tmp_path / "x", "checkpoint_id="),
+        (str(tmp_path / "x"), "checkpoint_id="),
+        (MemoryStore(), "store="),
+    ):
+        for function, keyword in ((save, "storage_writer"), (async_save, "storage_writer"), (load, "storage_reader")):
+            for arguments, options in (((state, given), {}), ((state,), {keyword: given})):
+                with pytest.raises(TypeError, match=f"{keyword}.*pass {right}"):
+                    function(*arguments, **options)
+    assert not (tmp_path / "x").exists()
 
 
 def test_values_and_targets_that_pytorch_takes(tmp_path: Path) -> None:
