@@ -11,8 +11,10 @@ import argparse
 import contextlib
 import faulthandler
 import io
+import json
 import logging
 import os
+import pickle
 import random
 import resource
 import shutil
@@ -239,6 +241,116 @@ def damage(path: Path, rng: random.Random) -> str:
     return f"removed {victim.name}"
 
 
+# ------------------------------------------------------------------ what somebody made by hand
+
+
+def safetensors(path: Path, metadata: Any = None, name: str = "w", **files: Any) -> None:
+    """A folder with a tensor of 4 numbers in `model-...`, and other files: their text, or how many zeros."""
+    path.mkdir()
+    header = {name: {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
+    text = json.dumps(header if metadata is None else {"__metadata__": metadata, **header}).encode()
+    (path / "model-00001-of-00001.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    for other, content in files.items():
+        with (path / f"{other.replace('__', '.')}.json").open("w") as file:
+            file.truncate(content) if isinstance(content, int) else file.write(content)
+
+
+def index(name: str, file: str = "model-00001-of-00001.safetensors") -> dict[str, Any]:
+    return {"model__safetensors__index": json.dumps({"weight_map": {name: file}})}
+
+
+def link_to_itself(path: Path, name: str) -> None:
+    path.mkdir()
+    (path / name).symlink_to(path / name)
+
+
+def data_linked_to_itself(path: Path) -> None:
+    save({"w": torch.ones(4)}, checkpoint_id=path, no_dist=True)
+    data = next(path.glob("data-*"))
+    data.unlink()
+    data.symlink_to(data)
+
+
+def large_metadata(path: Path) -> None:
+    path.mkdir()
+    with (path / ".metadata").open("wb") as file:
+        file.truncate(3 << 30)
+
+
+def planner_data(path: Path, change: Callable[[Any], Any]) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"w": torch.ones(4), "l": [1, {"a": 2}]}, checkpoint_id=str(path), no_dist=True)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.planner_data = change(metadata.planner_data)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def pickled_tensor(path: Path, size: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    """A file of `torch.save` with a tensor of this size and a storage of 4 numbers."""
+
+    class Storage:
+        pass
+
+    class Tensor:
+        def __reduce__(self) -> Any:
+            return torch._utils._rebuild_tensor_v2, (Storage(), 0, size, strides, False, None)
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            return ("storage", torch.FloatStorage, "0", "cpu", 4) if isinstance(value, Storage) else None
+
+    pickled = io.BytesIO()
+    Pickler(pickled, 2).dump({"w": Tensor()})
+    torch.save({"w": torch.ones(4)}, path)
+    made = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
+    with zipfile.ZipFile(path, "w") as target:
+        for name in made.namelist():
+            target.writestr(name, pickled.getvalue() if name.endswith("data.pkl") else made.read(name))
+
+
+NO_TEXT = "w\ud800"
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "metadata is a list": lambda path: safetensors(path, [1]),
+    "metadata is a text": lambda path: safetensors(path, "x"),
+    "sharding is a number": lambda path: safetensors(path, {"DCP_SHARDING_INFO": 5}),
+    "sharding is a list": lambda path: safetensors(path, {"DCP_SHARDING_INFO": "[1]"}),
+    "offset of 10^9": lambda path: safetensors(path, {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [1000000000]}}'}),
+    "name is no text": lambda path: safetensors(path, name=NO_TEXT),
+    "name in an index is no text": lambda path: safetensors(path, **index(NO_TEXT)),
+    "file in an index is no text": lambda path: safetensors(path, **index("w", f"{NO_TEXT}.safetensors")),
+    "index of 3 GB": lambda path: safetensors(path, model__safetensors__index=3 << 30),
+    "config of 3 GB": lambda path: safetensors(path, config=3 << 30),
+    "deep config": lambda path: safetensors(path, config="[" * 100_000),
+    "metadata of 3 GB": large_metadata,
+    "pickled name is no text": lambda path: torch.save({NO_TEXT: torch.ones(4), "x": NO_TEXT}, path),
+    "link to itself": lambda path: path.symlink_to(path),
+    "data linked to itself": data_linked_to_itself,
+    **{
+        f"{name} linked to itself": partial(link_to_itself, name=name)
+        for name in (
+            "manifest.terrazzo",
+            "latest",
+            ".metadata",
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "mp_rank_00_model_states.pt",
+        )
+    },
+    "planner data is a list": lambda path: planner_data(path, lambda data: [1, 2]),
+    "planner data is a text": lambda path: planner_data(path, lambda data: "abc"),
+    "paths are numbers": lambda path: planner_data(path, lambda data: dict.fromkeys(data, 5)),
+    "paths have lists": lambda path: planner_data(path, lambda data: dict.fromkeys(data, ([1],))),
+    "paths are empty": lambda path: planner_data(path, lambda data: dict.fromkeys(data, ())),
+    "size overflows": lambda path: pickled_tensor(path, (1 << 40, 1 << 40), (0, 0)),
+    "size of nothing overflows": lambda path: pickled_tensor(path, (1 << 59, 1 << 59, 0), (1, 1, 1)),
+    "strides overflow": lambda path: pickled_tensor(path, (1, 1), (1 << 59, 1 << 59)),
+    "4 numbers as 2^30": lambda path: pickled_tensor(path, (1 << 30,), (0,)),
+}
+
+
 # ------------------------------------------------------------------ what reads
 
 
@@ -357,11 +469,24 @@ def run_case(number: int, made: dict[str, Path], scratch: Path) -> str | None:
     return f"case {number}: {reader} of {name}, {what}: {wrong}" if wrong else None
 
 
+def run_hostile(name: str, scratch: Path) -> list[str]:
+    """All readers on what somebody made by hand."""
+    path = scratch / "hostile"
+    HOSTILE[name](path)
+    wrong = []
+    for reader, read in {**READERS, "ls --json": command("ls", "{path}", "--json")}.items():
+        found = outcome(lambda read=read: read(path, scratch / "out"))  # type: ignore[misc]  # its type is known
+        wrong += [f"{reader} where {name}: {found}"] if found else []
+        shutil.rmtree(scratch / "out", ignore_errors=True)
+    return wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="the number of the first case")
     parser.add_argument("--only", help="the name of one of the checkpoints")
+    parser.add_argument("--hostile", action="store_true", help="also what was made by hand")
     arguments = parser.parse_args()
     faulthandler.enable()
     LOGGER.setLevel(logging.CRITICAL)
@@ -375,6 +500,13 @@ def main() -> int:
                 with contextlib.suppress(TerrazzoError):
                     reader(path, Path(folder) / f"warm-{name}")
                 shutil.rmtree(Path(folder) / f"warm-{name}", ignore_errors=True)
+        for name in HOSTILE if arguments.hostile else ():
+            scratch = Path(folder) / "case"
+            scratch.mkdir()
+            for line in run_hostile(name, scratch):
+                wrong += 1
+                print(line, flush=True)
+            shutil.rmtree(scratch)
         for number in range(arguments.seed, arguments.seed + arguments.cases):
             print(f"\r{number} ", end="", file=sys.stderr, flush=True)
             scratch = Path(folder) / "case"

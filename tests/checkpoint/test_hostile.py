@@ -36,6 +36,7 @@ from terrazzo.checkpoint.metadata import MetadataIndex
 from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.planner import SavePlan
 from terrazzo.checkpoint.run.messages import decode, encode
+from terrazzo.checkpoint.stores import Place
 from terrazzo.cli import app
 from terrazzo.errors import (
     CheckpointCorruptError,
@@ -50,10 +51,19 @@ STOP = b"."
 
 
 @pytest.mark.parametrize("cases", [30, pytest.param(500, marks=pytest.mark.long)])
-def test_files_changed_at_random_give_typed_errors(cases: int) -> None:
+def test_files_made_by_hand_or_changed_at_random_give_typed_errors(cases: int) -> None:
     source = Path(terrazzo.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.fuzz", "--cases", str(cases), "--seed", str(int(time.time()))],
+        [
+            sys.executable,
+            "-m",
+            "tests.checkpoint.fuzz",
+            "--hostile",
+            "--cases",
+            str(cases),
+            "--seed",
+            str(int(time.time())),
+        ],
         env=os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"},
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -375,3 +385,26 @@ def test_paths_that_contradict_each_other(paths: tuple[tuple[Any, ...], ...]) ->
     with pytest.raises(CheckpointError, match="contradict"):
         for path in paths:
             set_element(root, path, 5)
+
+
+def test_deep_configs_are_errors_that_say_so(tmp_path: Path) -> None:
+    from terrazzo.cli.view import _is_trace
+    from terrazzo.engine.config import as_mapping
+    from terrazzo.errors import EngineConfigError, RunConfigError
+    from terrazzo.integrations.huggingface.adapters import _check_config
+    from terrazzo.launch.config import read_run
+    from terrazzo.publish import Receiver
+
+    for name, text in (("a.json", DEEP), ("a.toml", f"a = {DEEP}"), ("adapter_config.json", DEEP)):
+        (tmp_path / name).write_text(text)
+    for name in ("a.json", "a.toml"):
+        with pytest.raises(RunConfigError, match="is not"):
+            read_run(tmp_path / name)
+    with pytest.raises(EngineConfigError, match="not valid JSON"):
+        as_mapping(str(tmp_path / "a.json"))
+    assert not _is_trace(str(tmp_path / "a.json"))
+    with pytest.raises(CheckpointCorruptError, match="adapter_config.json is not valid JSON"):
+        _check_config(Place(tmp_path), None)
+    (tmp_path / "published.json").write_text(DEEP)
+    with pytest.raises(CheckpointFormatError, match="published.json"):
+        Receiver(tmp_path, torch.nn.Linear(2, 2)).poll()

@@ -39,7 +39,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def print_json(document: Any) -> None:
-    text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+    try:
+        text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+    except UnicodeEncodeError:  # a name that is no text, in a file that somebody made
+        text = json.dumps(msgspec.to_builtins(document), indent=2, ensure_ascii=False)
     # JSON escapes some control characters; the others are escaped here in the same way.
     typer.echo("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text))
 

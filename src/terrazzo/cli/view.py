@@ -126,7 +126,7 @@ def _is_trace(path: str) -> bool:
         return False
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(document, dict) and "traceEvents" in document
 

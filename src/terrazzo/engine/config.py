@@ -275,7 +275,7 @@ def as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, 
         loaded = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
     except OSError as error:
         raise EngineConfigError(f"config: {text!r} is neither JSON nor a readable file: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EngineConfigError(f"config: not valid JSON: {error}") from error
     if not isinstance(loaded, dict):
         raise EngineConfigError(f"config: the JSON must be an object, not a {type(loaded).__name__}")

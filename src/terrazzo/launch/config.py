@@ -216,7 +216,7 @@ def _parsed(path: Path) -> Any:
         return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise RunConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunConfigError(f"{path} is not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
 
 

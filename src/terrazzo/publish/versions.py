@@ -147,7 +147,7 @@ class Versions:
             return Published()
         try:
             published = msgspec.json.decode(bytes(data), type=Published)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise CheckpointFormatError(f"{self.location}: {LIST} cannot be read: {error}") from error
         if published.format != _FORMAT:
             raise CheckpointFormatError(

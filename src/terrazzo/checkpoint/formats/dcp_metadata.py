@@ -247,8 +247,10 @@ def merged(parts: Sequence[Metadata]) -> Metadata:
                 new = [c for c in _typed(entry, TensorStorageMetadata).chunks if (c.offsets, c.sizes) not in present]
                 entries[name] = TensorStorageMetadata(known.properties, known.size, [*known.chunks, *new])
         storage.update(part.storage_data)
-        paths.update(part.planner_data or {})
-    return Metadata(entries, paths or None, storage, parts[0].storage_meta, parts[0].version)
+        if isinstance(part.planner_data, dict):
+            paths.update(part.planner_data)
+    only = parts[0].planner_data if len(parts) == 1 else None  # a planner of one's own may have anything
+    return Metadata(entries, paths or only, storage, parts[0].storage_meta, parts[0].version)
 
 
 # ------------------------------------------------------------------ writing

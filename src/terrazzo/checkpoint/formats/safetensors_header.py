@@ -60,6 +60,10 @@ def read_header(window: Window) -> Header:
     try:
         entries: dict[str, Any] = json.loads(window.read(8, length))
         metadata = entries.pop("__metadata__", {})
+        if not isinstance(metadata, dict):
+            raise ValueError(f"__metadata__ is a {type(metadata).__name__}, not texts by name")
+        for name in entries:
+            name.encode()  # raises if it is no text
         tensors = {name: _tensor(entry, 8 + length, window.length) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{window.where}: a damaged safetensors header ({error})") from error

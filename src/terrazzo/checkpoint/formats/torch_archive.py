@@ -33,6 +33,7 @@ START: Final = 32
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL: Final = 1001
 _EXPANDED: Final = 64 << 20  # bytes by which a tensor in a value may be larger than what is stored of it
+_REPEATED: Final = 1024  # times that any larger tensor may repeat its bytes, with strides of 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,11 @@ class Archive:
         if not whole.is_empty and (tensor.offset + stored.span(whole)) * itemsize > nbytes:
             raise CheckpointCorruptError(
                 f"{self._window.where}: a tensor of shape {tensor.shape} is larger than the storage that holds it"
+            )
+        if whole.numel * itemsize > nbytes * _REPEATED + _EXPANDED:
+            raise CheckpointCorruptError(
+                f"{self._window.where}: a tensor of shape {tensor.shape} repeats the {nbytes} bytes of its storage "
+                f"more than {_REPEATED} times"
             )
         return stored, nbytes
 
@@ -313,6 +319,8 @@ def _rebuild_typed(
         raise CheckpointCorruptError("a pickled tensor has no storage, or no size")
     if not all(type(n) is int and 0 <= n < _LARGEST for n in (offset, *size, *strides)):
         raise CheckpointCorruptError("a pickled tensor has a size that no tensor can have")
+    if prod(max(n, 1) for n in size) >= _LARGEST:
+        raise CheckpointCorruptError("a pickled tensor has more elements than a tensor can have")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise CheckpointCorruptError("a pickled tensor has no dtype")
     if len(size) != len(strides):

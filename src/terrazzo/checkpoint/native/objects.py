@@ -62,7 +62,10 @@ def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
     >>> decode(encode({"step": 3, "betas": (0.9, 0.999)}))
     {'step': 3, 'betas': (0.9, 0.999)}
     """
-    return _encode_plain(_pack(value, allow_pickle, ()))
+    try:
+        return _encode_plain(_pack(value, allow_pickle, ()))
+    except UnicodeEncodeError as error:
+        raise UnsupportedValueError(f"{ascii(error.object)[:100]} is no text, and cannot be stored: {error}") from error
 
 
 def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) -> Any:

@@ -100,6 +100,8 @@ def set_element(root: MutableMapping[str, Any], path: OBJ_PATH, value: Any) -> N
     >>> set_element(root, ("a", 1, "b"), 5); root
     {'a': [None, {'b': 5}]}
     """
+    if type(path) not in (tuple, list) or not path or not all(isinstance(key, (str, int)) for key in path):
+        raise CheckpointError(f"{path!r} is no path of a value in the state dict: it must be a tuple of keys")
     container: Any = root
     for key, following in zip(path, path[1:], strict=False):
         container = _descend(container, key, [] if type(following) is int else {})

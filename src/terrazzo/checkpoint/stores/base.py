@@ -19,6 +19,8 @@ from typing import Any, Final, NewType, Protocol
 
 import msgspec
 
+from terrazzo.errors import CheckpointCorruptError
+
 # The version of a file, from `get` or `put`. Two versions are equal exactly if the file was not replaced in between.
 Version = NewType("Version", str)
 
@@ -429,3 +431,14 @@ def read_all(file: ReadFile) -> bytearray:
     data = bytearray(file.size)
     file.read_into(0, [memoryview(data)])
     return data
+
+
+def read_small(store: Store, key: str, most: int = 100 << 20) -> bytearray:
+    """The contents of a file that has at most so many bytes if it is what its name says; a larger one is not read."""
+    file = store.open(key)
+    try:
+        if file.size > most:
+            raise CheckpointCorruptError(f"{store.location}/{key} has {file.size} bytes, more than the {most} allowed")
+        return read_all(file)
+    finally:
+        file.close()

@@ -218,6 +218,10 @@ class LocalStore(Store):
             fd = self._os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except ValueError as error:
             raise CheckpointFormatError(f"{str(path)!r} cannot be the name of a file: {error}") from error
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise _loop(path) from error
         return _LocalReadFile(self._os, fd, str(path))
 
     def get(self, key: str) -> tuple[bytearray, Version]:
@@ -296,14 +300,23 @@ class LocalStore(Store):
         entries = []
         for name in names:
             if name.startswith(prefix):
-                with suppress(FileNotFoundError):  # just removed
-                    found = os.stat(self._path / name)
+                # Just removed, or a link to nothing or itself, which says so when it is opened.
+                with suppress(FileNotFoundError, CheckpointFormatError):
+                    found = self._stat(name)
                     if not stat.S_ISDIR(found.st_mode):
                         entries.append(Entry(name, found.st_size, found.st_mtime))
         return entries
 
+    def _stat(self, key: str) -> os.stat_result:
+        try:
+            return os.stat(self._path / key)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise _loop(self._path / key) from error
+
     def stat(self, key: str) -> Entry:
-        found = os.stat(self._path / key)
+        found = self._stat(key)
         return Entry(key, found.st_size, found.st_mtime)
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -418,6 +431,10 @@ def _is_mount(path: Path) -> bool:
     for plain, escaped in ((b"\\", rb"\134"), (b" ", rb"\040"), (b"\t", rb"\011"), (b"\n", rb"\012")):
         there = there.replace(plain, escaped)
     return any(line.split()[4] == there for line in table.splitlines())
+
+
+def _loop(path: Path) -> CheckpointFormatError:
+    return CheckpointFormatError(f"{path} is a link that leads back to itself")
 
 
 def _is_file_at(path: Path, fd: int) -> bool:

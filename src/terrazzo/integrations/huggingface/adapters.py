@@ -19,7 +19,8 @@ from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader
 from terrazzo.checkpoint.state_dict.interop import wrapper_of
 from terrazzo.checkpoint.state_dict.persistent import ModelState, state_of
 from terrazzo.checkpoint.stores import Place, Store
-from terrazzo.errors import CheckpointMismatchError, UnsupportedValueError
+from terrazzo.checkpoint.stores.base import read_small
+from terrazzo.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedValueError
 from terrazzo.integrations.huggingface.load import fill
 from terrazzo.integrations.huggingface.rename import Link
 from terrazzo.integrations.huggingface.save import save_links
@@ -145,9 +146,13 @@ def _config_bytes(config: Any) -> bytes:
 def _check_config(place: Place, config: Any) -> None:
     """Raise unless the stored config gives the weights the same meaning as the model's."""
     try:
-        stored = json.loads(bytes(place.store.get(_CONFIG)[0]))
+        stored = json.loads(read_small(place.store, _CONFIG))
     except FileNotFoundError:
         return
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{place / _CONFIG} is not valid JSON: {error}") from error
+    if not isinstance(stored, dict):
+        raise CheckpointCorruptError(f"{place / _CONFIG} must be an object, not a {type(stored).__name__}")
     ours = json.loads(_config_bytes(config))
     wrong = [key for key in _MEANING if key in stored and stored[key] != ours.get(key)]
     if wrong:

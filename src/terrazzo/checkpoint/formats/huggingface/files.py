@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from terrazzo.checkpoint.native.format import save_of
 from terrazzo.checkpoint.stores import Store
+from terrazzo.checkpoint.stores.base import read_small
 from terrazzo.errors import CheckpointCorruptError
 
 SUFFIX: Final = ".safetensors"
@@ -99,8 +100,9 @@ def read_index(store: Store, name: str) -> dict[str, str]:
     """Which file has which tensor."""
     where = f"{store.location}/{name}"
     try:
-        weight_map: Any = json.loads(bytes(store.get(name)[0]))["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        weight_map: Any = json.loads(read_small(store, name))["weight_map"]
+        "".join([*weight_map, *weight_map.values()]).encode()  # raises if a name is no text
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{where}: a damaged index ({type(error).__name__}: {error})") from error
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointCorruptError(f"{where}: a damaged index (weight_map is not names by name)")

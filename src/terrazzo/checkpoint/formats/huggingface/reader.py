@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -217,6 +218,12 @@ class HuggingFaceReader(PlainReader):
             ends = [offset + length for offset, length in zip(part.offsets, part.stored.shape, strict=True)]
             size = [max(pair) for pair in zip(size, ends, strict=True)]
         check_shape(name, tuple(size), str(self.place))
+        stored = sum(prod(part.stored.shape) for part in parts)
+        if stored < prod(size):
+            raise CheckpointCorruptError(
+                f"{self.place}: {name!r} has {prod(size)} elements by the offsets of its parts, and the files have "
+                f"{stored} of them: a file is missing, or an offset is damaged"
+            )
         if len({part.offsets for part in parts}) != len(parts):
             files = " and ".join(sorted({part.stored.file.name for part in parts}))
             raise CheckpointCorruptError(f"{self.place}: {name!r} is in {files}, and no index says which one counts")
