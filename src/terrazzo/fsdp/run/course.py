@@ -43,4 +43,4 @@ class Spot(NamedTuple):
     """Where in a course an event is; before all others at -1."""
 
     course: Course
-    index: int
+    at: int

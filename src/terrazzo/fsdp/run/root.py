@@ -137,7 +137,11 @@ class Root:
             self._changed = self._reordered = False
             self.executor.plan_with(self._spec, self._order)
         self._passing.append(event)
-        self.executor.advance(event)
+        try:
+            self.executor.advance(event)
+        except BaseException:
+            self._in_backward, self._courses = False, []
+            raise
 
     def advance_without_graph(self, event: tuple[Any, ...]) -> None:
         """`advance` in backward, where autograd may be recording (`create_graph`)."""
@@ -285,28 +289,29 @@ class Root:
         self.begin_backward()
         if spot is None or spot.course.root is not self:  # not in a forward, or the module has another root now
             return
-        course, index = spot
+        course, at = spot
         if not any(course is each for each in self._courses):
             for each in self._courses:  # later forwards, through which backward has run
                 self._follow(each)
             course.left = len(course.events)
             self._courses.append(course)
-        if index < course.left:
-            self._follow(course, index + 1)
-            course.left = max(index, 0)
+        if at < course.left:
+            self._follow(course, at + 1)
+            course.left = max(at, 0)
 
     def _follow(self, course: Course, until: int = 0) -> None:
         """Do the events of a course that no hook on this rank has done, down to `until`."""
         while course.left > until:
             course.left -= 1
             kind, unit, *more = course.events[course.left]
-            is_inside = self.state.phase[unit] is Phase.BACKWARD
-            if kind is Event.REACH and not is_inside:
+            phase = self.state.phase[unit]
+            if kind is Event.REACH and phase is Phase.IDLE:
                 if unit not in self.reached and self.units[unit].with_own_gradients():
                     self.look_for_unnoticed(unit)
                 self._reach(unit, *more)
-            elif kind is Event.REACH_END and is_inside and not (self.records_graph and unit in self.reached):
-                self.advance_without_graph((kind, unit))
+            elif kind is Event.REACH_END and phase is Phase.BACKWARD:
+                if not (self.records_graph and unit in self.reached):  # backward through this one may be in it
+                    self.advance_without_graph((kind, unit))
 
     def reach(self, unit: int, before: tuple[int, ...]) -> None:
         """Called when backward reaches a unit; `before` are the units that ran before it, the latest first."""

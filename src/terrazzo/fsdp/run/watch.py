@@ -259,7 +259,10 @@ def _first_difference(everyone: list[list[str] | None], ranks: tuple[int, ...]) 
                 "data for some modules only, run all of them on every rank, or call fully_shard on the module that "
                 "contains them instead of on each"
             )
-    return "ranks ran different modules in this step"
+    return (
+        "ranks ran different modules in this step, or called fully_shard on different modules before. All ranks must "
+        "run the same modules in the same order, and shard the same ones"
+    )
 
 
 _NO_ANSWER = "has not answered"
