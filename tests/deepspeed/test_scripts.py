@@ -16,6 +16,7 @@ from engine.deepspeed_cases import deepspeed_is_installed
 from engine.runs import averaged, batches, config, loss_of, make_model, train_plainly
 from ranks import run_ranks
 from terrazzo.errors import EngineConfigError, EngineError, EngineValueError
+from terrazzo.tensor import DTensor
 
 STEPS = 5
 
@@ -299,6 +300,48 @@ def check_pipeline(folder: str) -> list[float]:
     with pytest.raises(EngineError, match="call train_batch"):
         engine(x)
     return runs[0]
+
+
+def check_gathered_in_a_pipeline() -> None:
+    """Two stages of two ranks: each keeps its own values, and writers are found in the stage."""
+    rank, stage = dist.get_rank(), dist.get_rank() // 2
+    torch.manual_seed(3)
+    layers = [nn.Linear(3, 3) for _ in range(2)]
+    model = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    gathered = deepspeed.zero.GatheredParameters
+
+    def value() -> float:
+        [weight] = [p for p in model.parameters() if p.ndim == 2]
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        assert whole.eq(whole[0, 0]).all()
+        return whole[0, 0].item()
+
+    def write(writer: int | None, number: float) -> None:
+        [weight] = [p for p in model.parameters() if p.ndim == 2]
+        with gathered(list(model.parameters()), modifier_rank=writer):
+            nn.init.constant_(weight, number)
+
+    write(1, 10.0 * rank)  # not sharded yet: the second rank of each stage
+    assert value() == [10, 30][stage]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config(1))
+    assert value() == [10, 30][stage]
+    write(0, 10.0 * rank + 1)
+    assert value() == [1, 21][stage]
+    write(1, 10.0 * rank + 2)
+    assert value() == [12, 32][stage]
+    if stage == 1:  # alone: the other stage has no part in it
+        write(3, 10.0 * rank + 3)
+        assert value() == 33
+        with pytest.raises(EngineValueError, match=r"modifier_rank is 4, but the parameter is on the ranks \[2, 3\]"):
+            write(4, 0.0)
+        with pytest.raises(EngineValueError, match="from 0 to 1"):
+            write(-1, 0.0)
+    write(None, 7.0)
+    assert value() == [12, 33][stage]
+
+
+def test_gathered_parameters_in_a_pipeline():
+    run_ranks(4, check_gathered_in_a_pipeline)
 
 
 def test_pipelines(tmp_path):

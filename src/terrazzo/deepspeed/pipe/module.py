@@ -117,6 +117,8 @@ class PipelineModule(nn.Module):
         seed = (seed_fn or torch.manual_seed) if seed_layers else None
         self._build(specs, None if seed is None else lambda number: seed(base_seed + number))
         self.to(get_accelerator().current_device_name())
+        for parameter in self.parameters():
+            parameter.ds_stage_mesh = self.mesh["dp"]  # type: ignore[attr-defined]  # for zero.GatheredParameters
 
     def _build(self, specs: list[Any], seed: Callable[[int], Any] | None) -> None:
         start, stop = self.parts[self.stage_id], self.parts[self.stage_id + 1]

@@ -12,11 +12,15 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.dispatching import tree_map
+from terrazzo.comm import axis_of, collectives
 from terrazzo.deepspeed.engines import as_sharded, reshard_all
 from terrazzo.deepspeed.utils.sharded import copy_into, whole
 from terrazzo.deepspeed.zero.status import mark_as_whole
+from terrazzo.engine.placing import on_device
+from terrazzo.errors import EngineValueError
 from terrazzo.tensor import DTensor
 
 
@@ -31,7 +35,8 @@ class GatheredParameters:
 
     Args:
         params: One parameter, or several.
-        modifier_rank: The rank whose values are kept; None: writes inside the block are lost, as in DeepSpeed.
+        modifier_rank: The rank whose values are kept; None: writes inside the block are lost, as in DeepSpeed. In a
+            pipeline it counts the ranks that hold the parameter, those of its stage; other numbers are global ranks.
         fwd_module: Has no effect.
         enabled: If False, nothing happens.
     """
@@ -47,11 +52,16 @@ class GatheredParameters:
         self._given = {id(p): p for p in given if isinstance(p, Tensor)} if enabled else {}
         self._writer = modifier_rank
         self._whole: list[tuple[Any, Tensor]] = []  # sharded parameters, and their whole tensors
+        self._plain: list[Tensor] = []  # parameters that are not sharded
+        if self._writer is not None and dist.is_initialized():
+            for parameter in self._given.values():
+                _source(holders(parameter), self._writer)
 
     def __enter__(self) -> None:
         # While gradients are accumulated the user may pass the unsharded parameter instead of the sharded one.
         shards = {number: as_sharded(p) for number, p in self._given.items()}
         sharded = {id(p): p for p in shards.values() if isinstance(p, DTensor)}
+        self._plain = [p for p in shards.values() if not isinstance(p, DTensor)]
         if sharded:
             reshard_all()
         for number, parameter in sharded.items():
@@ -71,11 +81,45 @@ class GatheredParameters:
         if self._writer is None or error is not None or not dist.is_initialized():
             return
         for parameter, tensor in gathered:
-            dist.broadcast(tensor, src=self._writer)
-            copy_into(parameter, tensor)
-        for parameter in self._given.values():
-            if not gathered:  # the parameters are not sharded yet
-                dist.broadcast(parameter.detach(), src=self._writer)
+            copy_into(parameter, _from_writer(tensor, holders(parameter), self._writer))
+        for parameter in self._plain:
+            copy_into(parameter, _from_writer(parameter.detach(), holders(parameter), self._writer))
+
+
+def holders(parameter: Tensor) -> DeviceMesh | None:
+    """The ranks that hold a parameter; None: all."""
+    if isinstance(parameter, DTensor):
+        return parameter.device_mesh
+    return getattr(parameter, "ds_stage_mesh", None)  # of a `PipelineModule`
+
+
+def _source(mesh: DeviceMesh | None, writer: int) -> int:
+    """The global rank of the writer."""
+    world = dist.get_world_size()
+    ranks = list(range(world)) if mesh is None else mesh.mesh.flatten().tolist()
+    if len(ranks) == world:
+        found = writer if 0 <= writer < world else None
+    else:
+        found = ranks[writer] if 0 <= writer < len(ranks) else writer if writer in ranks else None
+    if found is None:
+        raise EngineValueError(
+            f"modifier_rank is {writer}, but the parameter is on the ranks {ranks}: pass one of these"
+            + ("" if len(ranks) == world else f", or a number from 0 to {len(ranks) - 1} to count only them")
+        )
+    return found
+
+
+def _from_writer(tensor: Tensor, mesh: DeviceMesh | None, writer: int) -> Tensor:
+    """The writer's tensor, on all ranks that hold the parameter."""
+    source = _source(mesh, writer)
+    if mesh is None:
+        dist.broadcast(tensor, src=source)
+        return tensor
+    [position] = (mesh.mesh == source).nonzero().tolist()
+    for dim, index in enumerate(position):
+        axis = axis_of(mesh, dim)
+        tensor = collectives.broadcast(on_device(tensor, axis), axis, index)
+    return tensor
 
 
 _faces: dict[int, nn.Parameter] = {}
