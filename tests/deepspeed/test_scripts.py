@@ -15,6 +15,7 @@ import terrazzo.deepspeed as deepspeed
 from engine.deepspeed_cases import deepspeed_is_installed
 from engine.runs import averaged, batches, config, loss_of, make_model, train_plainly
 from ranks import run_ranks
+from terrazzo.engine import placing
 from terrazzo.errors import EngineConfigError, EngineError, EngineValueError
 from terrazzo.tensor import DTensor
 
@@ -342,6 +343,23 @@ def check_gathered_in_a_pipeline() -> None:
 
 def test_gathered_parameters_in_a_pipeline():
     run_ranks(4, check_gathered_in_a_pipeline)
+
+
+def test_process_groups_have_a_backend_for_the_cpu_too(monkeypatch):
+    """Norms and whole parameters of what is offloaded are on the CPU, where nccl cannot reduce them."""
+    started = []
+    deepspeed.get_accelerator()  # is kept, as it was found
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend=None, **options: started.append(backend))
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    for wanted in (None, "nccl", "gloo", "cpu:gloo,cuda:nccl"):
+        deepspeed.init_distributed(wanted)
+    assert started == ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl", "gloo", "cpu:gloo,cuda:nccl"]
+    placing._initialise()  # by the engine
+    assert started[-1] == "cpu:gloo,cuda:nccl"
 
 
 def test_pipelines(tmp_path):

@@ -91,9 +91,24 @@ def _replicas(mesh: DeviceMesh, sharding: int) -> DeviceMesh:
 def _initialise() -> None:
     """Initialise the process group: of all processes under torchrun, else of this process alone."""
     if dist.is_torchelastic_launched():
-        dist.init_process_group()
+        dist.init_process_group(backends())
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def backends(wanted: str | None = None) -> str:
+    """The backends for a process group: `wanted`, and gloo for the CPU beside an accelerator's own backend.
+
+    What is offloaded to the CPU is reduced there, too: norms, the search for overflows, whole parameters.
+
+    >>> backends("gloo")
+    'gloo'
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    own = "gloo" if accelerator is None else dist.get_default_backend_for_device(accelerator)
+    if accelerator is None or wanted not in (None, own):
+        return wanted or own
+    return f"cpu:gloo,{accelerator.type}:{own}"
 
 
 def _device_type() -> str:

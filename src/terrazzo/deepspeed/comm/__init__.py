@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terrazzo.deepspeed.accelerator import get_accelerator
 from terrazzo.deepspeed.engines import comms_reports
+from terrazzo.engine.placing import backends
 from terrazzo.errors import EngineConfigError, EngineError
 
 
@@ -42,7 +43,8 @@ def init_distributed(
     True
 
     Args:
-        dist_backend: The backend; None: the accelerator's.
+        dist_backend: The backend; None: the accelerator's. Beside an accelerator's own backend, such as nccl, gloo is
+            started for tensors on the CPU.
         auto_mpi_discovery: Take rank and world size from the environment that mpirun sets.
         distributed_port: The port at which ranks meet, if the environment does not say.
         verbose: Has no effect.
@@ -57,7 +59,7 @@ def init_distributed(
         return
     if dist_init_required is False:
         raise EngineError("dist_init_required=False, but torch.distributed is not initialised: initialise it first")
-    backend = dist_backend or get_accelerator().communication_backend_name()
+    backend = backends(dist_backend)
     if auto_mpi_discovery:
         _take_over_mpi()
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
