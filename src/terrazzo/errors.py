@@ -18,6 +18,10 @@ class TerrazzoError(Exception):
     """The base class of terrazzo's exceptions."""
 
 
+class PrivateHelperError(TerrazzoError, TypeError):
+    """Under `terrazzo.install()` a private function of PyTorch got an object of terrazzo's that it cannot use."""
+
+
 class TorchMovedError(TerrazzoError, ImportError):
     """The installed torch lacks private names that terrazzo needs; the message lists them."""
 

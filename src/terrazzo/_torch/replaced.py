@@ -1,28 +1,43 @@
-"""Replacing names in PyTorch's public modules, for `terrazzo.install()`; it can be undone.
+"""Other objects under names of PyTorch's modules, for `terrazzo.install()`; it can be undone.
+
+PyTorch's code is not changed: its functions read their module's globals, which stay as they are. What changes is the
+class of the module object, so that `from torch.distributed.tensor import DTensor` and `module.DTensor` give the other
+object, except to PyTorch's own code for distributed tensors, `fully_shard` and checkpoints.
 
 Code that needs PyTorch's own objects for a moment, such as pickling its classes, uses `originals()`.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from terrazzo._torch.dispatching import without_subclass_functions
 from terrazzo._torch.tensors import make_wrapper
 
+# The beginnings of the names of PyTorch's modules that see their own objects.
+HOMES: Final = (
+    "torch.distributed._composable",
+    "torch.distributed._state_dict_utils",
+    "torch.distributed._tensor",
+    "torch.distributed.checkpoint.",
+    "torch.distributed.fsdp.",
+    "torch.distributed.tensor.",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """A name of a module, its original object, and the one that replaces it."""
+    """A name of a module, or a method of a class, its original object, and the one that replaces it."""
 
-    module: types.ModuleType
+    home: types.ModuleType | type[Any]
     name: str
     old: Any
     new: Any
@@ -30,6 +45,8 @@ class Replacement:
 
 _lock = threading.RLock()
 _done: tuple[Replacement, ...] = ()
+_classes: list[tuple[types.ModuleType, type[types.ModuleType]]] = []  # what modules were before
+_thread = threading.local()
 
 
 class _Probe(torch.Tensor):
@@ -56,14 +73,27 @@ def replace(replacements: Sequence[Replacement]) -> None:
         restore()
         _let_torch_find_its_own()
         _done = tuple(replacements)
-        _set(new=True)
+        modules: dict[types.ModuleType, dict[str, Replacement]] = {}
+        for entry in _done:
+            if isinstance(entry.home, types.ModuleType):
+                modules.setdefault(entry.home, {})[entry.name] = entry
+            else:
+                setattr(entry.home, entry.name, entry.new)
+        for module, entries in modules.items():
+            _classes.append((module, type(module)))
+            module.__class__ = _showing(type(module), entries)
 
 
 def restore() -> None:
     """Restore the originals of all names."""
     global _done
     with _lock:
-        _set(new=False)
+        for module, before in _classes:
+            module.__class__ = before
+        _classes.clear()
+        for entry in _done:
+            if isinstance(entry.home, type):
+                setattr(entry.home, entry.name, entry.old)
         _done = ()
 
 
@@ -73,19 +103,38 @@ def any_replaced() -> bool:
 
 
 @contextmanager
-def originals() -> Iterator[None]:
-    """A block, or with a decorator a function, in which all names have their originals."""
-    if not _done:
+def originals(on: bool = True) -> Iterator[None]:
+    """A block, or with a decorator a function, in which this thread sees PyTorch's own objects under all names.
+
+    With False: a block in such a block in which it does not.
+    """
+    before = getattr(_thread, "originals", False)
+    _thread.originals = on
+    try:
         yield
-        return
-    with _lock:
-        _set(new=False)
-        try:
-            yield
-        finally:
-            _set(new=True)
+    finally:
+        _thread.originals = before
 
 
-def _set(*, new: bool) -> None:
-    for entry in _done:
-        setattr(entry.module, entry.name, entry.new if new else entry.old)
+def _showing(kind: type[types.ModuleType], entries: dict[str, Replacement]) -> type[types.ModuleType]:
+    """A class for a module that shows other objects under some names."""
+    shown = {name: entry.new for name, entry in entries.items()}
+
+    class Module(kind):  # type: ignore[misc, valid-type]  # a class made at run time
+        def __getattribute__(self, name: str) -> Any:
+            if name in shown and not getattr(_thread, "originals", False):
+                caller = sys._getframe(1).f_globals.get("__name__") or ""
+                if not f"{caller}.".startswith(HOMES):
+                    return shown[name]
+            return kind.__getattribute__(self, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            """Whoever sets a name wants it used, by PyTorch's code too; setting the former value undoes that."""
+            entry = entries.get(name)
+            if entry is not None and value is entry.new:
+                shown[name], value = value, entry.old
+            else:
+                shown.pop(name, None)
+            kind.__setattr__(self, name, value)
+
+    return Module

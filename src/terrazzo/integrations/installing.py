@@ -2,8 +2,9 @@
 
 In PyTorch's modules for distributed tensors, `fully_shard` and checkpoints, public names are replaced by terrazzo's
 objects of the same name, until `uninstall()`. Names that have another meaning in terrazzo or are missing there stay
-PyTorch's, and `install` returns a list of them; private names are not replaced either. Code that imported a name
-before keeps what it imported, and a warning says where.
+PyTorch's, and `install` returns a list of them. Private functions that libraries import are PyTorch's, but get
+PyTorch's objects in place of terrazzo's, or raise: see `translating`. Code that imported a name before keeps what it
+imported, and a warning says where.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import threading
 import types
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from terrazzo._torch.replaced import Replacement, replace, restore
+from terrazzo.integrations.translating import is_helper, refusing, translated, without_our_placements
 
 # PyTorch's modules, below torch.distributed, and terrazzo's modules with the same names.
 MODULES: Final[Mapping[str, str]] = {
@@ -60,6 +62,43 @@ MODULES: Final[Mapping[str, str]] = {
     "tensor.experimental._attention": "terrazzo.tensor.experimental",
 }
 
+_PRIVATE_NAMES: Final = ("_StridedShard",)
+"""Private names that are replaced like public ones."""
+
+# PyTorch's private modules whose functions libraries call with tensors, placements, modules or state dicts.
+HELPERS: Final = (
+    "_composable_state",
+    "_state_dict_utils",
+    "checkpoint._dedup_save_plans",
+    "checkpoint._dedup_tensors",
+    "checkpoint._nested_dict",
+    "checkpoint._pg_transport",
+    "checkpoint._sharded_tensor_utils",
+    "checkpoint._state_dict_stager",
+    "checkpoint._storage_utils",
+    "checkpoint._traverse",
+    "checkpoint.resharding",
+    "fsdp._fully_shard._fsdp_api",
+    "fsdp._fully_shard._fsdp_state",
+    "fsdp._fully_shard._fully_shard",
+    "tensor._api",
+    "tensor._collective_utils",
+    "tensor._dtensor_spec",
+    "tensor._redistribute",
+    "tensor._utils",
+    "tensor.experimental._context_parallel._attention",
+    "utils",
+)
+
+_CHANGES_PYTORCHS_ONLY: Final = (
+    "_disable_context_parallel_dispatcher",
+    "_disable_custom_loss_ops",
+    "_enable_context_parallel_dispatcher",
+    "_enable_custom_loss_ops",
+    "ExplicitRedistributionContext",
+)
+"""What has no argument of terrazzo's, changes what PyTorch's DTensors do, and would do nothing for terrazzo's."""
+
 
 @dataclass(frozen=True)
 class Installed:
@@ -68,10 +107,13 @@ class Installed:
     Attributes:
         replaced: for each of PyTorch's modules, the names that are terrazzo's now.
         kept: for each of PyTorch's modules, the public names that are still PyTorch's.
+        translated: for each of PyTorch's modules, the functions, most of them private, that are PyTorch's and accept
+            terrazzo's DTensors and placements, or raise an error.
     """
 
     replaced: Mapping[str, tuple[str, ...]]
     kept: Mapping[str, tuple[str, ...]]
+    translated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class InstallWarning(UserWarning):
@@ -105,14 +147,24 @@ def install() -> Installed:
         pairs = [(theirs, ours) for theirs, ours in map(_both, MODULES.items()) if theirs is not None]
         for theirs, ours in pairs:
             names = _public(theirs)
+            private = [name for name in _PRIVATE_NAMES if hasattr(theirs, name) and hasattr(ours, name)]
+            before += [Replacement(theirs, name, getattr(theirs, name), getattr(ours, name)) for name in private]
             found = [name for name in names if ours is not None and _is_ours(getattr(ours, name, None))]
             before += [Replacement(theirs, name, getattr(theirs, name), getattr(ours, name)) for name in found]
             if found:
                 replaced[theirs.__name__] = tuple(found)
             kept[theirs.__name__] = tuple(name for name in names if name not in found)
-        _warn_of_holders(before)
-        replace(before)
-        _installed = Installed(replaced, {name: names for name, names in kept.items() if names})
+        helpers = _helpers([theirs for theirs, _ in pairs], before)
+        _warn_of_holders(before + helpers)
+        replace(before + helpers)
+        translated: dict[str, list[str]] = {}
+        for entry in helpers:
+            translated.setdefault(entry.home.__name__, []).append(entry.name)
+        _installed = Installed(
+            replaced,
+            {name: names for name, names in kept.items() if names},
+            {name: tuple(names) for name, names in translated.items()},
+        )
         return _installed
 
 
@@ -122,6 +174,33 @@ def uninstall() -> None:
     with _lock:
         restore()
         _installed = None
+
+
+def _helpers(public: list[types.ModuleType], before: list[Replacement]) -> list[Replacement]:
+    """The functions of these and of private modules that stay PyTorch's, for arguments of terrazzo's classes."""
+    ours = {id(entry.old): entry.new for entry in before}
+    classes = {entry.old: entry.new for entry in before if isinstance(entry.old, type)}
+    done = {(entry.home, entry.name) for entry in before}
+    private = [module for path in HELPERS if (module := _module(f"torch.distributed.{path}")) is not None]
+    result: list[Replacement] = []
+    for module in dict.fromkeys(public + private):
+        for name, value in vars(module).items():
+            if (module, name) in done:
+                continue
+            full = f"{module.__name__}.{name}"
+            new = ours.get(id(value), value)
+            if name in _CHANGES_PYTORCHS_ONLY:
+                new = refusing(full, value)
+            elif new is value and is_helper(value):
+                new = translated(full, value, classes)
+            if new is not value:
+                result.append(Replacement(module, name, value, new))
+    spec = getattr(_module("torch.distributed.tensor._dtensor_spec"), "DTensorSpec", None)
+    if spec is not None:
+        set_up = spec.__post_init__
+        full = "torch.distributed.tensor._dtensor_spec.DTensorSpec"
+        result.append(Replacement(spec, "__post_init__", set_up, without_our_placements(full, set_up)))
+    return result
 
 
 def _both(pair: tuple[str, str]) -> tuple[types.ModuleType | None, types.ModuleType | None]:

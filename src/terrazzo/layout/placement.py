@@ -78,6 +78,8 @@ class Shard(Placement):
         offset, length = chunk_span(curr_local_size, num_chunks, rank)
         return length, offset
 
+    _local_shard_size_and_offset = local_shard_size_and_offset  # libraries call PyTorch's private name for it
+
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})"
 

@@ -7,7 +7,8 @@
 
 The order in which mesh dims cut one tensor dim is explicit in our layouts; PyTorch expresses an unusual order with
 `_StridedShard`. The two agree where the dim divides evenly; a conversion that would change what a rank holds raises an
-error. This is the only module of `terrazzo.tensor` that imports `torch.distributed.tensor`.
+error. This is the only module of `terrazzo.tensor` that imports `torch.distributed.tensor`, and from it the classes
+themselves, whose names `terrazzo.install()` replaces.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed import tensor as theirs
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -47,13 +52,13 @@ def to_torch_placements(
     result: list[Any] = []
     for p in with_order(placements, mesh_shape, order):
         if isinstance(p, Shard):
-            result.append(theirs.Shard(p.dim))
+            result.append(TorchShard(p.dim))
         elif isinstance(p, OurStridedShard):
             result.append(_StridedShard(p.dim, split_factor=p.split_factor))
         elif isinstance(p, Partial):
-            result.append(theirs.Partial(p.reduce_op))
+            result.append(TorchPartial(p.reduce_op))
         else:
-            result.append(theirs.Replicate())
+            result.append(TorchReplicate())
     return tuple(result)
 
 
@@ -62,7 +67,7 @@ def from_torch_placements(
 ) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
     """Our placements and order for PyTorch's.
 
-    >>> from_torch_placements([_StridedShard(0, split_factor=4), theirs.Shard(0)], (2, 4))
+    >>> from_torch_placements([_StridedShard(0, split_factor=4), TorchShard(0)], (2, 4))
     ((Shard(dim=0), Shard(dim=0)), (1, 0))
     """
     try:
@@ -73,22 +78,22 @@ def from_torch_placements(
 
 def is_torch_placement(value: Any) -> bool:
     """Whether this is a placement of PyTorch's."""
-    return isinstance(value, theirs.Placement)
+    return isinstance(value, TorchPlacement)
 
 
 def from_torch_placement(p: Any) -> Placement:
     """Our placement for one of PyTorch's; a `_StridedShard` stays one.
 
-    >>> from_torch_placement(theirs.Shard(1))
+    >>> from_torch_placement(TorchShard(1))
     Shard(dim=1)
     """
     if isinstance(p, _StridedShard):
         return OurStridedShard(p.dim, split_factor=int(p.split_factor))
-    if isinstance(p, theirs.Shard):
+    if isinstance(p, TorchShard):
         return Shard(p.dim)
-    if isinstance(p, theirs.Replicate):
+    if isinstance(p, TorchReplicate):
         return Replicate()
-    if type(p) is theirs.Partial:
+    if type(p) is TorchPartial:
         return Partial(p.reduce_op)
     raise DTensorError(f"{p!r} has no terrazzo counterpart: redistribute to Shard, Replicate or Partial first")
 
@@ -128,9 +133,9 @@ def _spec_of(layout: Layout, like: torch.Tensor, stride: tuple[int, ...]) -> DTe
 
 class _ToTorch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, wanted: tuple[Any, ...]) -> theirs.DTensor:
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, wanted: tuple[Any, ...]) -> TorchDTensor:
         ctx.wanted = wanted
-        return theirs.DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+        return TorchDTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -139,19 +144,19 @@ class _ToTorch(torch.autograd.Function):
         return grad.to_local(), None, None
 
 
-def to_torch_dtensor(tensor: DTensor) -> theirs.DTensor:
+def to_torch_dtensor(tensor: DTensor) -> TorchDTensor:
     """PyTorch's DTensor around the same local tensor; differentiable."""
     layout, local = tensor._layout, tensor._local
     spec = _spec_of(layout, local, tensor.stride())
     if not (local.requires_grad and torch.is_grad_enabled()):
-        return theirs.DTensor(local.detach(), spec, requires_grad=False)
+        return TorchDTensor(local.detach(), spec, requires_grad=False)
     dual = layout.dual
     return _ToTorch.apply(local, spec, to_torch_placements(dual.placements, dual.mesh_shape, dual.order))
 
 
-def from_torch_dtensor(tensor: theirs.DTensor) -> DTensor:
+def from_torch_dtensor(tensor: TorchDTensor) -> DTensor:
     """Our DTensor around the local tensor of one of PyTorch's; differentiable."""
-    if not isinstance(tensor, theirs.DTensor):
+    if not isinstance(tensor, TorchDTensor):
         raise DTensorError(f"from_torch_dtensor takes a torch.distributed.tensor.DTensor, got {type(tensor).__name__}")
     layout = _layout_of(tensor._spec, tensor.shape)
     dual = layout.dual
@@ -190,7 +195,7 @@ def _converted(tensor: torch.Tensor, to: str) -> torch.Tensor:
     convert: Any
     if to == "torch" and isinstance(tensor, DTensor):
         convert = to_torch_dtensor
-    elif to == "terrazzo" and isinstance(tensor, theirs.DTensor):
+    elif to == "terrazzo" and isinstance(tensor, TorchDTensor):
         convert = from_torch_dtensor
     else:
         return tensor
