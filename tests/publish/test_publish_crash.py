@@ -24,13 +24,13 @@ from publish_lab import SETTINGS, numbers
 def begin(folder: Path) -> None:
     """Versions beside what is none: steps of a run, 0 of a later release, 2 behind a link."""
     state = numbers(0)
-    save(state, checkpoint_id=folder / "global_step1")
-    add_foreign(folder, folder / "global_step1", folder.parent / "shared", link=2)
     with Publisher(folder, state, **SETTINGS) as publisher:
         for version in range(5):  # 0 and 3 are full
             for name, value in numbers(version).items():
                 state[name].copy_(value)
             publisher.publish(version)
+    save(numbers(0), checkpoint_id=folder / "global_step1")
+    add_foreign(folder, folder / "global_step1", folder.parent / "shared", link=2)
 
 
 def run_lab(folder: Path, every: int) -> list[dict]:
