@@ -8,7 +8,7 @@ does what belongs to it when the next hook runs, or at the end: it gathers the g
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from terrazzo.fsdp.plan.state import Event
 
@@ -24,23 +24,16 @@ class Course:
         self.events: list[tuple[Any, ...]] = []
         self.left = 0  # the number of events that the backward that runs has not come to
 
-    def spot(self) -> Spot:
-        """Where the next event will be."""
-        return Spot(self, len(self.events))
-
     def entered(self, unit: int) -> Spot:
-        """The unit's forward begins."""
-        spot = self.spot()
-        self.events.append((Event.REACH_END, unit))
-        return spot
+        """The unit's forward begins; returns where in the course its event is."""
+        events = self.events
+        events.append((Event.REACH_END, unit))
+        return self, len(events) - 1
 
     def left_by(self, unit: int, before: tuple[int, ...]) -> None:
         """The forward of a module of the unit ends; `before` are the units whose forwards ended before."""
         self.events.append((Event.REACH, unit, before))
 
 
-class Spot(NamedTuple):
-    """Where in a course an event is; before all others at -1."""
-
-    course: Course
-    at: int
+# Where in a course an event is; before all others at -1. It is made for every module, so it is a tuple without names.
+Spot = tuple[Course, int]

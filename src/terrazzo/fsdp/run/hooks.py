@@ -31,13 +31,14 @@ def before_forward(group: Group, module: nn.Module, args: Any, kwargs: Any, copi
             return _cast_inputs(group, args, kwargs, copies)
         root.recover()
     position = root.positions[module]
-    if root.state.outermost < 0:
+    outermost = root.state.outermost < 0
+    if outermost:
         root.begin_forward(position)
         if root.streams is not None:
             device = root.device
             args, kwargs = map_tensors((args, kwargs), lambda t: t.to(device, non_blocking=True), copies)
     first = root.state.phase[unit.index] is Phase.IDLE and bool(unit.params)
-    spot = root.enter(unit, position) if first and not inside else None
+    spot = root.enter(unit, outermost) if first and not inside else None
     root.advance((Event.ENTER, position, inside))
     args, kwargs = _cast_inputs(group, args, kwargs, copies)
     if first and torch.is_grad_enabled():
@@ -57,7 +58,7 @@ def after_forward(group: Group, module: nn.Module, outputs: Any) -> Any:
     forward, recomputing = state.phase[unit.index] is not Phase.BACKWARD, in_backward()
     announced = forward and torch.is_grad_enabled()
     course = root.course if announced and not recomputing else None
-    spot = None if course is None else course.spot()
+    spot = None if course is None else (course, len(course.events))
     hook = partial(_before_backward, group, state.ended, spot) if announced else None
     outputs, found, watched = _leave(unit, group.settings.precision.output_dtype, hook, outputs)
     if not forward:
@@ -97,10 +98,13 @@ def _leave(unit: Unit, dtype: torch.dtype | None, hook: Any, outputs: Any) -> tu
             tensor = tensor.to(dtype)
         if unit.lends(tensor):  # a returned parameter, or a view of one, would lose its memory
             tensor = tensor.clone()
-        if hook is None or not with_graph(tensor).requires_grad:
+        if hook is None:
+            return tensor
+        inner = with_graph(tensor)
+        if not inner.requires_grad:
             return tensor
         watched = True
-        return _announced(hook, tensor)
+        return _announced(hook, tensor, inner)
 
     return map_tensors(outputs, leave), found, watched
 
@@ -125,8 +129,7 @@ def _watched(hook: Any, tensor: Tensor) -> Tensor:
     return alias
 
 
-def _announced(hook: Any, tensor: Tensor) -> Tensor:
-    inner = with_graph(tensor)
+def _announced(hook: Any, tensor: Tensor, inner: Tensor) -> Tensor:
     if inner.is_leaf:  # a returned parameter, on which hooks would accumulate
         tensor = tensor.view_as(tensor)
         inner = with_graph(tensor)

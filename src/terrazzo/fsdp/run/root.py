@@ -244,14 +244,14 @@ class Root:
         if order != self._order:
             self._order, self._reordered = order, True
 
-    def enter(self, unit: Unit, module: int) -> Spot | None:
-        """Called when a unit's forward begins, in `module`; returns the spot where backward leaves it, if one may."""
+    def enter(self, unit: Unit, outermost: bool) -> Spot | None:
+        """Called when a unit's forward begins; returns the spot where backward leaves it, if one may."""
         self.watch.note(unit, "run")
         self._entered.append(unit.index)
         if self.course is None or not torch.is_grad_enabled():
             return None
         self._ran.add(unit.index)
-        return Spot(self.course, -1) if module == self.state.outermost else self.course.entered(unit.index)
+        return (self.course, -1) if outermost else self.course.entered(unit.index)
 
     def is_trained(self, unit: Unit) -> bool:
         """Whether the unit's gradients are reduced or accumulated."""
@@ -277,27 +277,35 @@ class Root:
 
     def begin_backward(self) -> None:
         """Called once per backward."""
-        if not self._in_backward:
-            self._in_backward = True
-            self._show_unsharded()
-            self.watch.settle()
-            self._follow_flags()
-            at_end_of_backward(self._end_backward)
+        self._in_backward = True
+        self._show_unsharded()
+        self.watch.settle()
+        self._follow_flags()
+        at_end_of_backward(self._end_backward)
 
     def come_to(self, spot: Spot | None) -> None:
         """Called when backward comes to a spot: do what lies before it, which this rank's loss does not depend on."""
-        self.begin_backward()
-        if spot is None or spot.course.root is not self:  # not in a forward, or the module has another root now
+        if not self._in_backward:
+            self.begin_backward()
+        if spot is None:  # not in a forward
             return
         course, at = spot
-        if not any(course is each for each in self._courses):
+        if not self._courses or course is not self._courses[-1]:
+            self._begin_course(course)
+        if at + 1 < course.left:
+            self._follow(course, at + 1)
+        if at < course.left:
+            course.left = at if at > 0 else 0
+
+    def _begin_course(self, course: Course) -> None:
+        """Called when backward comes to another forward."""
+        if course.root is not self:  # the module has another root now
+            course.left = 0
+        elif course not in self._courses:
             for each in self._courses:  # later forwards, through which backward has run
                 self._follow(each)
             course.left = len(course.events)
             self._courses.append(course)
-        if at < course.left:
-            self._follow(course, at + 1)
-            course.left = max(at, 0)
 
     def _follow(self, course: Course, until: int = 0) -> None:
         """Do the events of a course that no hook on this rank has done, down to `until`."""
