@@ -148,12 +148,12 @@ class FsspecStore(Store):
         temporary = f"{key}.{uuid.uuid4().hex[:12]}{TEMPORARY}"
         self._fs.pipe_file(self._path(temporary), data)
         try:
-            self.move(temporary, key)
+            self._move(temporary, key)
         except Exception:  # of whatever type in each file system
             self._fs.pipe_file(self._path(key), data)  # raises if that is not the cause
             self.delete([temporary])
 
-    def move(self, temporary: str, key: str) -> None:
+    def _move(self, temporary: str, key: str) -> None:
         """Rename a file, over another one if there is one; raises if the file system cannot."""
         self._fs.mv(self._path(temporary), self._path(key))
         if self.exists(temporary):  # some file systems do nothing if the other one exists
@@ -215,7 +215,7 @@ class _Opened:
 
     def commit(self) -> None:
         self._file.close()
-        self._store.move(self._temporary, self._key)
+        self._store._move(self._temporary, self._key)
 
     def discard(self) -> None:
         self._file.close()
