@@ -166,6 +166,12 @@ def check_order_in_differentiated_code() -> None:
     whole = torch.arange(16.0).view(8, 2)
     weight = torch.linspace(-1, 1, 16).view(8, 2)
     first = Layout.of(mesh, [Shard(0), Shard(0)], (8, 2), order=(1, 0)).shown
+    masked = []
+    for placements in (first, [Shard(0), Shard(0)]):
+        torch.manual_seed(0)
+        images = distribute_tensor(torch.ones(8, 2, 3, 3), mesh, placements)
+        masked.append(nn.functional.dropout2d(images).full_tensor())
+    assert torch.equal(*masked), "the mask does not depend on the layout"
     for placements, other in ((first, [Shard(0), Shard(0)]), ([Shard(0), Shard(0)], first)):
         x = distribute_tensor(whole, mesh, placements).requires_grad_()
         w = distribute_tensor(weight, mesh, other)
