@@ -91,6 +91,30 @@ def results_of(calls: Sequence[Callable[[], T]], threads: int, name: str) -> lis
     return [results[number] for number in range(len(calls))]
 
 
+_of_this_process: weakref.WeakKeyDictionary[Future[Any], Callable[[str], BaseException]] = weakref.WeakKeyDictionary()
+
+
+def of_this_process(future: Future[T], error: Callable[[str], BaseException] = RuntimeError) -> Future[T]:
+    """The future, whose work a thread of this process does. In a forked process, which does not have that thread, the
+    future has an error at once, instead of being waited for without end.
+    """
+    _of_this_process[future] = error
+    return future
+
+
+def _fail_futures_of_parent() -> None:
+    for future, error in list(_of_this_process.items()):
+        future._condition = threading.Condition()  # a thread of the parent may have had the old one
+        if not future.done():
+            vars(future)["_done_callbacks"] = []  # they would go on with what the parent does
+            future.set_exception(
+                error(f"this runs in process {os.getppid()}, from which process {os.getpid()} was forked: ask there")
+            )
+
+
+os.register_at_fork(after_in_child=_fail_futures_of_parent)
+
+
 class Worker:
     """Makes calls one after the other, on a thread that exists while there are any.
 
@@ -113,7 +137,7 @@ class Worker:
 
         It has the current device and streams of this thread.
         """
-        future: Future[T] = Future()
+        future: Future[T] = of_this_process(Future())
         take_streams = streams_of_this_thread()
 
         def call_as_here() -> T:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+import traceback
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -17,11 +20,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import terrazzo
 from ranks import run_ranks
+from terrazzo._threads import Worker
 from terrazzo.checkpoint import (
     AsyncCheckpointerType,
     BlockingAsyncStager,
     Checkpoint,
+    CheckpointManager,
     DefaultSavePlanner,
     DefaultStager,
     FileSystemWriter,
@@ -508,6 +514,86 @@ def test_a_forked_process_has_its_own_use_of_a_stager(kind: type, tmp_path: Path
     go_on.set()
     future.result(30)
     assert Checkpoint(tmp_path / "a")["w"][...].eq(1).all() and Checkpoint(tmp_path / "b")["w"][...].eq(2).all()
+
+
+def test_a_process_forked_during_a_save_does_not_wait_for_it(tmp_path: Path) -> None:
+    """Neither for its future nor in the manager: no thread of the forked process would ever end it."""
+    writing, go_on = threading.Event(), threading.Event()
+
+    class Writing(FileSystemWriter):
+        def write_data(self, plan, planner):
+            assert writing.set() is None and go_on.wait(30)
+            return super().write_data(plan, planner)
+
+    manager = CheckpointManager(tmp_path / "run", keep=1)
+    state = {"w": torch.ones(10)}
+    future = async_save(state, storage_writer=Writing(tmp_path / "a"), no_dist=True)
+    assert writing.wait(30)
+    running = Worker("test").submit(lambda: go_on.wait(30))
+    manager._pending = running  # a save that has not ended
+    said = f"this runs in process {os.getpid()}, from which process [0-9]+ was forked"
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        try:
+            for each, kind in ((future, CheckpointError), (running, RuntimeError)):
+                with pytest.raises(kind, match=said):
+                    each.result()
+            manager.wait()
+            manager.save(1, state)
+            manager.close()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    status = os.waitpid(pid, 0)[1]
+    go_on.set()
+    assert status == 0
+    assert running.result(30) is True
+    future.result(30)
+    manager.close()
+    found = CheckpointManager(tmp_path / "run")
+    assert found.latest_step() == 1
+    found.close()
+
+
+IMPORTING = """
+import sys, threading
+
+found = []
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread() is not threading.main_thread():
+            found.append(name)
+
+sys.meta_path.insert(0, Finder())
+import torch
+from terrazzo.checkpoint import CheckpointManager, DefaultStager, FileSystemWriter, async_save
+from terrazzo.checkpoint.formats import HuggingFaceWriter
+
+folder, weight = sys.argv[1], torch.ones(1000)
+state = {"w": weight, "n": 3, "o": {"a": [1, "x", torch.float32]}}
+async_save(state, checkpoint_id=f"{folder}/a").result()
+async_save(state, checkpoint_id="memory://x/y").result()
+async_save(state, storage_writer=FileSystemWriter(f"{folder}/b"), async_stager=DefaultStager()).result()
+async_save({"w": weight}, storage_writer=HuggingFaceWriter(f"{folder}/h")).result()
+manager = CheckpointManager(f"{folder}/m", keep=1)
+for step in range(2):
+    manager.save(step, state)
+manager.close()
+print(found)
+"""
+
+
+def test_the_thread_of_a_save_imports_nothing(tmp_path: Path) -> None:
+    """A process that is forked meanwhile would wait for ever for that import."""
+    environment = os.environ | {"PYTHONPATH": str(Path(terrazzo.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTING, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("planning", [False, True])

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
 from functools import partial
@@ -26,6 +27,7 @@ from terrazzo.checkpoint.run.turns import short_turns
 from terrazzo.checkpoint.stateful import resolve_stateful
 from terrazzo.checkpoint.storage import StorageWriter
 from terrazzo.checkpoint.stores import Store
+from terrazzo.checkpoint.stores.places import is_url, store_at
 
 
 class AsyncCheckpointerType(Enum):
@@ -154,6 +156,9 @@ def async_save(
         work = partial(_beside_training, session, staging)
         if process is not None and parcel is not None:
             work = partial(process.save, session, parcel)
+        if isinstance(checkpoint_id, str | os.PathLike) and is_url(checkpoint_id):
+            with suppress(Exception):  # the save raises it; here its modules are imported, see `Background.start`
+                store_at(checkpoint_id)
         future = SaveFuture() if staging.future is None else AsyncSaveResponse(staging.future)
         staging.in_use_until(future)
         background.start(work, future)

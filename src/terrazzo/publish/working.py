@@ -10,8 +10,10 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
+from terrazzo._threads import of_this_process
 from terrazzo.checkpoint.run.coordination import StepFailed, Team, find_team, with_plane
 from terrazzo.comm.control import ControlPlane
+from terrazzo.errors import PublishError
 
 Result = TypeVar("Result")
 
@@ -55,7 +57,7 @@ class BackgroundWork(Generic[Result]):
 
     def start(self, work: Callable[[], Result]) -> Future[Result]:
         """Do the work on a thread. The interpreter waits for it when it exits."""
-        future: Future[Result] = Future()
+        future: Future[Result] = of_this_process(Future(), PublishError)
 
         def run() -> None:
             try:

@@ -119,6 +119,7 @@ class CheckpointManager:
         self._records: list[Record] = []
         self._why_no_latest: CheckpointError | None = None
         self._pending: Future[None] | None = None  # the running save
+        self._process = os.getpid()
         self._tiers = open_tiers(
             Place(root), local, keep, keep_local, self._best, replicas, process_group=process_group, timeout=timeout
         )
@@ -276,7 +277,7 @@ class CheckpointManager:
     def _join(self) -> None:
         """Wait for the running save, and raise its error."""
         pending, self._pending = self._pending, None
-        if pending is not None:
+        if pending is not None and self._process == os.getpid():  # a save of a process that forked is that one's
             pending.result()
 
     def _idle(self) -> bool:

@@ -7,6 +7,7 @@ called, by the next save.
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import weakref
@@ -15,11 +16,11 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
-from terrazzo._threads import streams_of_this_thread
+from terrazzo._threads import of_this_process, streams_of_this_thread
 from terrazzo.checkpoint.metadata import Metadata
 from terrazzo.checkpoint.run.coordination import StepFailed, Team
 from terrazzo.checkpoint.run.process_saver import ProcessSaver
@@ -27,13 +28,22 @@ from terrazzo.checkpoint.run.staging import BlockingAsyncStager
 from terrazzo.comm.control import ControlPlane, time_limit_of
 from terrazzo.errors import CheckpointError
 
+# What saves import when they come to it. It is imported before their thread starts: a process that is forked while a
+# thread imports a module can never import that module, because the lock of the import is held by nobody.
+_NEEDED: Final = (
+    "numpy.ma",
+    "terrazzo.checkpoint.formats.torch_storage",
+    "terrazzo.checkpoint.native.torch_objects",
+    "torch.utils.serialization.config",
+)
+
 
 class SaveFuture(Future[Metadata]):
     """The result of a save in the background."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._lock = threading.RLock()
+        of_this_process(self, CheckpointError)
         self._waiting = 0  # callers that are in `result` or `exception`
         self._returned = False  # one of these has returned the outcome
         self.set_running_or_notify_cancel()  # a save cannot be cancelled: other ranks take part
@@ -53,12 +63,12 @@ class SaveFuture(Future[Metadata]):
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        with self._lock:
+        with self._condition:
             self._waiting += 1
         try:
             yield
         finally:
-            with self._lock:
+            with self._condition:
                 self._waiting -= 1
                 self._returned = self._returned or self.done()
 
@@ -184,6 +194,8 @@ class Background:
     def start(self, work: Callable[[], Metadata], future: SaveFuture | None = None) -> SaveFuture:
         """Do the work on a thread."""
         future = future or SaveFuture()
+        for name in _NEEDED:
+            importlib.import_module(name)
         # The thread waits for this event. Otherwise it would take the interpreter's lock, which this thread needs to
         # return, and keep it for 5 ms or longer.
         may_begin = threading.Event()
