@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -99,3 +100,26 @@ def test_closing_ends_it(tmp_path):
         assert ask(viewer, root_of(viewer))[0] == 200
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_what_is_no_address_is_answered(viewer, capfd):
+    with socket.create_connection(("127.0.0.1", viewer.port), timeout=30) as connection:
+        connection.sendall(f"GET http://[x/ HTTP/1.1\r\nHost: 127.0.0.1:{viewer.port}\r\n\r\n".encode())
+        assert b" 400 " in connection.recv(100)
+    assert ask(viewer, root_of(viewer))[0] == 200
+    said = capfd.readouterr().err
+    assert "Traceback" not in said, said
+
+
+def test_connections_that_say_nothing_keep_no_other_waiting(viewer):
+    """They are established at once, also before the server accepts them; else the next one tries again after a second,
+    and then later and later."""
+    with contextlib.ExitStack() as opened:
+        idle = Viewer(page_of(viewer._checkpoints[0]))  # does not accept yet
+        opened.callback(idle.close)
+        for _ in range(300):
+            connection = opened.enter_context(socket.socket())
+            connection.settimeout(10)
+            connection.connect(("127.0.0.1", idle.port))
+        with idle:
+            assert ask(idle, root_of(idle))[0] == 200

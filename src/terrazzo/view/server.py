@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import sys
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,7 @@ from terrazzo.view.statistics import statistics
 
 _LONGEST: Final = 100_000  # characters of a value that are shown
 _IDLE: Final = 30.0  # time limit of a request, in seconds
+_WAITING: Final = 1024  # connections that the kernel keeps until they are accepted
 
 
 class Viewer:
@@ -83,7 +85,10 @@ class Viewer:
         """The status, content type and body for a request's host and path."""
         if host not in (f"127.0.0.1:{self.port}", f"localhost:{self.port}"):
             return 421, "text/plain", b"this server answers only as 127.0.0.1"
-        parts = urlsplit(target)
+        try:
+            parts = urlsplit(target)
+        except ValueError:
+            return 400, "text/plain", b"this is not an address"
         token, _, what = parts.path.removeprefix("/").partition("/")
         if not hmac.compare_digest(token.encode(), self._token.encode()):
             return 404, "text/plain", b"use the address that `terrazzo view` has printed"
@@ -121,10 +126,17 @@ def _json(document: dict[str, Any]) -> bytes:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    # More than a browser opens: with the usual 5, connections beyond them try again after seconds, and later ones more.
+    request_queue_size = _WAITING
 
     def __init__(self, viewer: Viewer, port: int) -> None:
         self.viewer = viewer
         super().__init__(("127.0.0.1", port), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing about a browser that has closed its connection."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
