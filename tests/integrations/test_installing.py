@@ -25,7 +25,6 @@ from ranks import run_ranks
 from terrazzo.engine import initialize
 from terrazzo.errors import EngineConfigError
 from terrazzo.integrations.installing import MODULES, InstallWarning
-from warm_python import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -232,12 +231,28 @@ def test_started_by_the_command_and_by_the_variable(tmp_path):
     start = tmp_path / "start.py"
     start.write_text(
         f"import site, sys; site.addpackage({str(ROOT / 'src')!r}, 'terrazzo-install.pth', set())\n"
-        "print(sys.modules['torch.distributed.fsdp'].fully_shard.__module__ if 'torch' in sys.modules else 'nothing')"
+        "import importlib.util\n"
+        "importlib.util.find_spec('torch')\n"  # a program may look whether there is one
+        "print('torch' in sys.modules, 'terrazzo' in sys.modules)\n"
+        "import torch\n"
+        "print('terrazzo' in sys.modules)\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+        "print(fully_shard.__module__)"
     )
-    for value, python, expected in (("1", warm_python(), "terrazzo.fsdp.api"), ("0", sys.executable, "nothing")):
+    for value, expected in (
+        ("1", ["False False", "True", "terrazzo.fsdp.api"]),
+        ("0", ["False False", "False", "torch.distributed.fsdp._fully_shard._fully_shard"]),
+    ):
         environment["TERRAZZO_INSTALL"] = value
-        done = subprocess.run([python, str(start)], capture_output=True, text=True, env=environment, timeout=400)
-        assert done.stdout.strip() == expected, done.stdout + done.stderr[-3000:]
+        done = subprocess.run(
+            [sys.executable, str(start)], capture_output=True, text=True, env=environment, timeout=400
+        )
+        assert done.stdout.split("\n")[:-1] == expected, done.stdout + done.stderr[-3000:]
+    (tmp_path / "terrazzo.py").write_text("")  # without it, torch is not imported
+    environment |= {"TERRAZZO_INSTALL": "1", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(start)], capture_output=True, text=True, env=environment, timeout=400)
+    assert done.returncode == 1 and done.stdout == "False False\n", done.stdout
+    assert "has no attribute 'install'" in done.stderr
 
 
 def check_mixed_imports() -> None:
