@@ -24,6 +24,7 @@ def losses_alone(steps: int) -> list[float]:
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # as the engine does by default
         optimizer.step()
     return losses
 

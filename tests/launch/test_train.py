@@ -34,6 +34,7 @@ arguments = ["{STEPS}", "{CRASH_AT}"]
 per_host = 2
 [engine]
 train_batch_size = {BATCH}
+gradient_clipping = 0
 seed = 3
 zero_optimization = {{ stage = 2 }}
 optimizer = {{ type = "SGD", params = {{ lr = 0.1 }} }}

@@ -100,7 +100,7 @@ def set_element(root: MutableMapping[str, Any], path: OBJ_PATH, value: Any) -> N
     >>> set_element(root, ("a", 1, "b"), 5); root
     {'a': [None, {'b': 5}]}
     """
-    if type(path) not in (tuple, list) or not path or not all(isinstance(key, (str, int)) for key in path):
+    if type(path) not in (tuple, list) or not path or not _are_keys(path):
         raise CheckpointError(f"{path!r} is no path of a value in the state dict: it must be a tuple of keys")
     container: Any = root
     for key, following in zip(path, path[1:], strict=False):
@@ -111,6 +111,14 @@ def set_element(root: MutableMapping[str, Any], path: OBJ_PATH, value: Any) -> N
     elif not isinstance(container, MutableMapping):
         raise _contradiction(last)
     container[last] = value
+
+
+def _are_keys(path: OBJ_PATH) -> bool:
+    try:
+        hash(tuple(path))
+    except TypeError:
+        return False
+    return True
 
 
 def get_element(root: Mapping[str, Any], path: OBJ_PATH) -> Any:
