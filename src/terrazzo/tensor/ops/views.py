@@ -258,7 +258,10 @@ def view_as_complex(call: Call, input: Operand) -> Spec | None:
 
         return run
 
-    return moved(input, range(input.ndim - 1), input.shape[:-1], localize=localize, moves_only=False)
+    spec = moved(input, range(input.ndim - 1), input.shape[:-1], localize=localize, moves_only=False)
+    if any(p.is_partial("avg") for p in input.placements):
+        spec.linear = []  # PyTorch cannot divide complex numbers of half precision, so means are taken before
+    return spec
 
 
 @rule("view_as_real")
