@@ -1,5 +1,6 @@
 """Ranks outside a tensor's mesh run the same program, as they do with PyTorch's DTensor, which is what is compared."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as theirs
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 import terrazzo.tensor as ours
 from ranks import run_ranks
+from terrazzo.errors import DTensorArgumentError, DTensorError
 
 
 def program(api, mesh):
@@ -64,6 +66,99 @@ def check_backward_and_values():
     assert all(torch.equal(state, states[0]) for state in states)
     # What is checked across the mesh is nobody else's affair.
     ours.DTensor.from_local(torch.ones(dist.get_rank() + 1), mesh, run_check=not inside)
+
+
+def kind(value):
+    """What a program may ask of a result without its values."""
+    if isinstance(value, ours.DTensor):
+        asked = (value.dtype, tuple(value.shape), value.placements, value.requires_grad, value.device, value.stride())
+        return (*asked, value.is_contiguous(), value.is_leaf)
+    return (type(value).__name__, [kind(v) for v in value]) if isinstance(value, (list, tuple)) else repr(value)
+
+
+CALLS = {
+    "half": lambda x: x.half(),
+    "double": lambda x: x.to(torch.float64),
+    "the same": lambda x: x.to(torch.float32),
+    "greater": lambda x: x > 3,
+    "integers": lambda x: x.long().sum(),
+    "mean": lambda x: x.mean(0),
+    "half mean": lambda x: x.half().mean(),
+    "largest": lambda x: x.amax(1),
+    "promoted": lambda x: x.half() * x,
+    "divided": lambda x: x.long() / 2,
+    "complex": lambda x: torch.complex(x, x).abs(),
+    "detached": lambda x: x.detach() * 2,
+    "transposed": lambda x: x.t() * 2,
+    "a view": lambda x: x.t().reshape(3, 2, 4),
+    "split": lambda x: x.split([1, 2], dim=1),
+    "whole": lambda x: torch.fft.fft(x, dim=0),
+    "body": lambda x: torch.diff(x, dim=1),
+    "decomposed": lambda x: F.glu(torch.cat([x, x], 1)),
+    "loss": lambda x: F.cross_entropy(x, torch.zeros_like(x[:, 0], dtype=torch.int64)),
+    "softmax": lambda x: F.softmax(x, 1, dtype=torch.float64),
+    "product": lambda x: F.linear(x, x),
+    "in place": lambda x: x.detach().clone().mul_(x),
+    "in place, reshaped": lambda x: x.detach().clone().t_(),
+    "in place, by a flag": lambda x: F.relu(x.clone(), inplace=True),
+    "no graph": lambda x: torch.no_grad()(lambda: x * 2)(),
+    "autocast": lambda x: torch.autocast("cpu", torch.bfloat16)(lambda: F.linear(x, x))(),
+}
+
+
+VALUES = {
+    "nonzero": lambda x, cuts, number: x.nonzero(),
+    "max": lambda x, cuts, number: x.max(0),
+    "mask": lambda x, cuts, number: x[x > 0],
+    "cuts": lambda x, cuts, number: x.tensor_split(cuts),
+    "start": lambda x, cuts, number: x.narrow(0, number, 1),
+    "count": lambda x, cuts, number: x.topk(number, 0),
+    "bound": lambda x, cuts, number: x[number:],
+    "bound in a tuple": lambda x, cuts, number: x[:, None, :number],
+}
+"""What needs values, or communicates."""
+
+
+def check_kinds():
+    mesh = DeviceMesh("cpu", [0, 2])
+    for placements in ([ours.Shard(0)], [ours.Shard(1)], [ours.Replicate()], [ours.Partial()]):
+        x = ours.distribute_tensor(torch.rand(8, 3), mesh, placements).requires_grad_()
+        for name, call in CALLS.items():
+            seen = [None] * 4
+            for _ in range(2):  # the second time from the cached route
+                dist.all_gather_object(seen, kind(call(x)))
+                assert all(s == seen[0] for s in seen), (name, placements, seen)
+    x = ours.distribute_tensor(torch.rand(8, 3), mesh, [ours.Shard(0)])
+    cuts, number = (ours.distribute_tensor(torch.tensor(v), mesh, [ours.Replicate()]) for v in ([1, 3], 2))
+    if dist.get_rank() in (1, 3):  # these need values, or communicate
+        for name, call in VALUES.items():
+            with pytest.raises(DTensorError, match="outside the mesh"):
+                pytest.fail(f"{name} gave {kind(call(x, cuts, number))}")
+
+
+def check_transfers():
+    a, b = DeviceMesh("cpu", [0, 2]), DeviceMesh("cpu", [3, 1])
+    whole = torch.arange(8.0)
+    x = ours.distribute_tensor(whole, a, [ours.Shard(0)]).requires_grad_()
+    for convert in (lambda t: t.half(), lambda t: t > 3, lambda t: t.long().sum(), lambda t: t.double() * t):
+        moved = convert(x).redistribute(b, [ours.Replicate()])
+        expected = convert(whole)
+        assert moved.dtype == expected.dtype
+        if dist.get_rank() in (1, 3):
+            torch.testing.assert_close(moved.to_local().detach(), expected)
+    inside = dist.get_rank() in (0, 2)
+    local = torch.ones(4, dtype=torch.bfloat16 if inside else torch.float32)
+    y = ours.DTensor.from_local(local, a, [ours.Shard(0)])
+    with pytest.raises(DTensorArgumentError, match="rank 0 torch.bfloat16, rank 1 torch.float32"):
+        y.redistribute(b, [ours.Replicate()])
+
+
+def test_results_are_of_the_same_kind_as_inside():
+    run_ranks(4, check_kinds)
+
+
+def test_a_transfer_has_the_dtype_of_the_tensor():
+    run_ranks(4, check_transfers)
 
 
 def test_results_are_pytorchs():

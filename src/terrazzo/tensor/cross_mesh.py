@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.comm.axis import axis_over
-from terrazzo.comm.collectives import exchange
+from terrazzo.comm.collectives import all_gather, exchange
 from terrazzo.comm.mesh import ranks_of, when_groups_end
+from terrazzo.comm.simulated import is_simulated
+from terrazzo.errors import DTensorArgumentError
 from terrazzo.layout import Box, Layout, Partial, Placement, Replicate, cells_in, first_holders, replicas
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
@@ -123,6 +125,31 @@ def _without_terms(placements: Sequence[Placement]) -> list[Placement]:
     return [Replicate() if isinstance(p, Partial) else p for p in placements]
 
 
+_DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
+
+
+def _check_dtypes(local: torch.Tensor, src: Layout, dst: Layout) -> None:
+    """Raise on all ranks if they do not have one dtype: ranks outside `src` hold nothing that says it.
+
+    A receiver with another dtype would get bytes that mean nothing to it, or end the process.
+    """
+    holders = ranks_of(src.mesh)
+    ranks = tuple(sorted({*holders, *ranks_of(dst.mesh)}))
+    if len(ranks) == len(holders) or dist.get_rank() not in ranks:
+        return
+    axis = axis_over(ranks, dst.mesh.device_type)
+    if axis.group is None or is_simulated(axis.group):
+        return
+    mine = torch.tensor([_DTYPES.index(local.dtype)], device=local.device)
+    codes = all_gather(mine, axis, 0, (1,) * axis.size).tolist()
+    if len(set(codes)) > 1:
+        named = ", ".join(f"rank {rank} {_DTYPES[code]}" for rank, code in zip(ranks, codes, strict=True))
+        raise DTensorArgumentError(
+            f"redistribute to another mesh: the ranks hold this tensor in several dtypes ({named}); ranks outside the "
+            "mesh that it comes from must have made it with the dtype that it has inside"
+        )
+
+
 def redistribute_across(tensor: DTensor, dst: Layout) -> DTensor:
     """`tensor` in layout `dst` on another mesh; every rank of both meshes must call this."""
     src = tensor._layout
@@ -131,6 +158,7 @@ def redistribute_across(tensor: DTensor, dst: Layout) -> DTensor:
         if src.coord is not None:
             local = redistribute_local(local, src, src.dual)
         src = src.dual
+    _check_dtypes(local, src, dst)
     plain = dst.with_placements(_without_terms(dst.placements), dst.order)
     moved = _Transferred.apply(local, src, plain)
     if plain is not dst and dst.coord is not None:

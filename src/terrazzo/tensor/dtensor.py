@@ -366,9 +366,12 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
     __hash__ = object.__hash__  # by identity, like a tensor's, but without a call into Python
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"DTensor(local_tensor={self._local!r}, device_mesh={self.device_mesh}, placements={self.placements})"
+        return f"DTensor(local_tensor={self._shown()}, device_mesh={self.device_mesh}, placements={self.placements})"
 
     __str__ = __repr__
+
+    def _shown(self) -> str:
+        return repr(self._local)
 
     def _repr_html_(self) -> str:
         return self._layout.html(ranks_of(self._layout.mesh), f"DTensor, {self.dtype}", self._layout.mesh.device_type)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from terrazzo.errors import DTensorError
+
 
 class OneValue:
     """Conversions of a DTensor with one element to Python's numbers, and the questions that use them."""
@@ -36,6 +38,11 @@ class OneValue:
     def __index__(self) -> int:
         if self._layout.shape.numel() != 1:  # what Python expects of what is no index, as in `[0] * x`
             raise TypeError("only integer tensors of a single element can be converted to an index")
+        if self._layout.coord is None:  # sizes and bounds come from it, which would differ from those of other ranks
+            raise DTensorError(
+                f"this rank is outside the mesh {self._layout.mesh}, so the value of this DTensor, which is used as an "
+                "index or a size, is not known; call this on ranks of the mesh only"
+            )
         return self._one_value("index").__index__()
 
     def __contains__(self, value: Any) -> bool:

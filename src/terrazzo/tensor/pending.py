@@ -26,11 +26,9 @@ class PendingDTensor(DTensor):
         object.__setattr__(self, "__class__", DTensor)
         return local
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        """Without the local tensor: what is still to be sent needs all ranks, and one alone may print."""
-        return f"DTensor(local_tensor=<in communication>, device_mesh={self.device_mesh}, placements={self.placements})"
-
-    __str__ = __repr__
+    def _shown(self) -> str:
+        """Not the local tensor: what is still to be sent needs all ranks, and one alone may print."""
+        return "<in communication>"
 
 
 _local_slot: Any = DTensor.__dict__["_local"]

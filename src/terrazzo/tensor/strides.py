@@ -57,7 +57,7 @@ def strides_in_memory(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, .
     known: Known | None = getattr(local, _STRIDES, None)
     if known is not None and known[0] == tuple(shape):
         return known[1]
-    if _lacks_strides(local):
+    if _lacks_strides(local) or local.dim() != len(shape):  # the latter on a rank outside the mesh
         return dense_strides(shape, range(len(shape)))
     strides, sizes, given = [0] * len(shape), local.shape, local.stride()
     step, expected, says_contiguous = 1, {1}, local.is_contiguous()

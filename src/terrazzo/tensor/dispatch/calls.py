@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from terrazzo._torch.dispatching import run_without_overrides_once
+from terrazzo.errors import CommError
 from terrazzo.tensor.dispatch import aten  # noqa: F401  (registers itself)
 from terrazzo.tensor.dispatch.aliases import alias_of
 from terrazzo.tensor.dispatch.decompose import run_composite
@@ -22,9 +23,9 @@ from terrazzo.tensor.dispatch.inplace import run_in_place
 from terrazzo.tensor.dispatch.keys import Route, any_float, remember, routes
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.out import with_out
-from terrazzo.tensor.dispatch.outside_mesh import run_outside_mesh
+from terrazzo.tensor.dispatch.outside_mesh import not_known, replicated_outside_mesh, route_outside_mesh
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, leads_to_override, take_apart
-from terrazzo.tensor.dispatch.plain import admit_plain_tensors
+from terrazzo.tensor.dispatch.plain import admit_plain_tensors, first_layout
 from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import first_run
 from terrazzo.tensor.dispatch.shapes import check_shapes
@@ -68,10 +69,8 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     if not call.operands:
         return func(*loc, **kw)
     check_one_mesh(call)
-    if call.operands[0].layout.coord is None:
-        if entry.draws:
-            return _by(entry, func, args, kwargs)(func, args, loc, kw, dict(kwargs))
-        return run_outside_mesh(call, args, loc, kw)
+    if call.operands[0].layout.coord is None and entry.draws:
+        return _by(entry, func, args, kwargs)(func, args, loc, kw, dict(kwargs))
     if OVERRIDES:
         override = OVERRIDES.get(func)
         if override is not None:
@@ -103,6 +102,11 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         if spec is None and not entry.draws:
             check_shapes(call, loc, kw)
     way = _by(entry, func, args, kwargs)
+    if call.operands[0].layout.coord is None:
+        try:
+            return way(func, args, [], {}, dict(kwargs))
+        except CommError as error:  # it communicates, which a rank outside the mesh cannot
+            raise not_known(name, call.operands[0].layout.mesh) from error
     remember(key, _outside(entry.context, way))
     return way(func, args, [], {}, dict(kwargs))
 
@@ -145,6 +149,9 @@ def _run_planned(
     plan = make_plan(call, spec)
     if plan is None or not takes_empty_shards(spec, plan, call.func, loc, kw):
         return None
+    if call.operands[0].layout.coord is None:
+        route = route_outside_mesh(call, plan)
+        return route(call.func, args, loc, kw, dict(kwargs)), route
     return first_run(call.name, spec, plan, call.func, args, loc, kw, dict(kwargs))
 
 
@@ -224,6 +231,10 @@ def _by(entry: Operation, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
 def _run_body_or_replicate(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
     if isinstance(func, types.FunctionType):
         return _run_body(func, args, loc, kw, kwargs)
+    layout = first_layout([*args, *kwargs.values()])
+    if layout is not None and layout.coord is None:
+        call, own_loc, own_kw = describe(canonical_name(func)[0], False, func, args, kwargs)
+        return replicated_outside_mesh(call, args, own_loc, own_kw, kwargs)
     return replicate_and_run(canonical_name(func)[0], func, args, kwargs)
 
 

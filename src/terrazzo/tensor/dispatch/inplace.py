@@ -20,6 +20,7 @@ from terrazzo.tensor.copied_view import check_autograd_allows, check_keeps_shape
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
 from terrazzo.tensor.dispatch.keys import remember
+from terrazzo.tensor.dispatch.outside_mesh import in_place_outside_mesh
 from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import in_place_route
 from terrazzo.tensor.dispatch.spec import Call
@@ -59,6 +60,8 @@ def run_in_place(
         with torch.set_grad_enabled(torch.is_grad_enabled() or (target.requires_grad and not target.is_leaf)):
             become(target, getattr(torch.Tensor, call.name)(*args, **kwargs))
         return target
+    if target._layout.coord is None:
+        return in_place_outside_mesh(call, args, kwargs)
     if call.name == "resize_as" and isinstance(args[1], DTensor) and args[1].numel() == target.numel():
         become(target, cast(DTensor, target.reshape(args[1].shape)))
         return target

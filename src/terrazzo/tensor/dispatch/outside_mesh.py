@@ -1,7 +1,8 @@
 """Operations on a rank outside the mesh of their DTensors.
 
 Such a rank holds no elements and does not communicate, but it runs the same program: it gets DTensors with the same
-shapes and layouts as the ranks inside the mesh. Only results that depend on values cannot be given there.
+shapes, layouts, dtypes and strides as the ranks inside the mesh, and they require gradients where those do. The
+operation runs on tensors of the global shapes without data. Only results that depend on values cannot be given there.
 """
 
 from __future__ import annotations
@@ -11,35 +12,130 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.graphs import FakeTensorMode
 from terrazzo.errors import DTensorError
-from terrazzo.tensor.dispatch.planner import make_plan
-from terrazzo.tensor.dispatch.spec import HALF, Call
+from terrazzo.layout import Layout, Replicate
+from terrazzo.tensor.dispatch.keys import Route
+from terrazzo.tensor.dispatch.planner import CallPlan
+from terrazzo.tensor.dispatch.spec import Call, Operand
+from terrazzo.tensor.dispatch.structure import get_at, map_tensors, of_one_element, put_at
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.ops.table import apply_rule
+from terrazzo.tensor.strides import note_strides, strides_in_memory
 
 
-def run_outside_mesh(call: Call, args: Sequence[Any], loc: Sequence[Any], kw: Mapping[str, Any]) -> Any:
-    """The result of `call` on a rank that holds none of its operands."""
-    if call.inplace:
-        return args[0]
-    spec = apply_rule(call)
-    spec = None if spec is None else spec.for_locals(loc, kw)
-    plan = None if spec is None else make_plan(call, spec)
-    if plan is None:
-        raise DTensorError(
-            f"{call.name}: this rank is outside the mesh {call.operands[0].layout.mesh}, and the shape of the result "
-            "is not known without the values; call this on ranks of the mesh only, or redistribute the tensor to a "
-            "mesh of all ranks first"
-        )
-    dtype = _common_dtype(args)
-    joins = plan.joined is not None and (not plan.joined.half_only or dtype in HALF)
-    outs = plan.joined_outs if joins else plan.outs
-    nothing = [torch.zeros(out.local_shape, dtype=dtype) for out in outs]
-    operands = [o._local for o in _operands(args) if o._local.requires_grad]
-    if operands and torch.is_grad_enabled() and (dtype.is_floating_point or dtype.is_complex):
-        nothing = list(_OfNothing.apply(len(operands), *operands, *nothing))
-    results = [wrap(local, out) for local, out in zip(nothing, outs, strict=True)]
-    return results[0] if len(results) == 1 else tuple(results)
+def route_outside_mesh(call: Call, plan: CallPlan) -> Route:
+    """The route of a planned call on a rank that holds none of its operands."""
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+        joins = plan.joined is not None and plan.joined.applies(loc, kw)
+        outs = plan.joined_outs if joins else plan.outs
+        return _results(call.name, func, call.operands, outs, args, loc, kw, kwargs)
+
+    return run
+
+
+def not_known(name: str, mesh: Any) -> DTensorError:
+    """The error for a call whose result needs what the ranks of the mesh hold."""
+    return DTensorError(
+        f"{name}: this rank is outside the mesh {mesh}, and the shape or dtype of the result is not known without the "
+        "values; call this on ranks of the mesh only, or redistribute the tensor to a mesh of all ranks first"
+    )
+
+
+def replicated_outside_mesh(call: Call, args: Sequence[Any], loc: list[Any], kw: dict[str, Any], kwargs: Any) -> Any:
+    """The result of a function that runs on replicated operands, on a rank that holds none of them."""
+    return _results(call.name, call.func, call.operands, None, args, loc, kw, kwargs)
+
+
+def in_place_outside_mesh(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The first argument, which requires a gradient from now on if an operand does."""
+    target: DTensor = args[0]
+    sources = [o for o in map(_local_at(args, kwargs), call.operands[1:]) if o.requires_grad]
+    differentiates = target._local.is_floating_point() or target._local.is_complex()
+    if torch.is_grad_enabled() and differentiates and (sources or target._local.requires_grad):
+        written = target._local.detach().clone()
+        target._local.copy_(_OfNothing.apply(len(sources), *sources, written)[0] if sources else written)
+    return target
+
+
+def _local_at(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return lambda operand: get_at(args, kwargs, operand.path)._local
+
+
+def _results(
+    name: str,
+    func: Any,
+    operands: Sequence[Operand],
+    outs: Sequence[Layout] | None,
+    args: Sequence[Any],
+    loc: Sequence[Any],
+    kw: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What `func` returns, with DTensors without elements in the layouts `outs`; replicated if that is None."""
+    given = [get_at(args, kwargs, o.path) for o in operands]
+    result, same = _without_data(func, operands, loc, kw)
+    found: list[torch.Tensor] = []
+    map_tensors(result, found.append)
+    mesh = operands[0].layout.mesh
+    if outs is None and result is not None:
+        whole = (Replicate(),) * len(operands[0].layout.mesh_shape)
+        outs = [Layout.of(mesh, whole, tuple(t.shape)) for t in found]
+    if result is None or outs is None or [tuple(t.shape) for t in found] != [tuple(o.shape) for o in outs]:
+        result = None if outs is None else _of_one_element(func, loc, kw)
+        found = []
+        map_tensors(result, found.append)
+        if outs is None or len(found) != len(outs):
+            raise not_known(name, mesh)
+        same, strides = [], False
+    else:
+        strides = True
+    sources = [t._local for t in given if t._local.requires_grad]
+    layouts = iter(outs)
+
+    def make(like: torch.Tensor) -> DTensor:
+        out = next(layouts)
+        for fake, tensor in zip(same, given, strict=False):
+            if like is fake:
+                return tensor  # the operation had nothing to do and returned its argument
+        local = torch.zeros(out.local_shape, dtype=like.dtype, device=given[0]._local.device)
+        if like.requires_grad:
+            local = _OfNothing.apply(len(sources), *sources, local)[0]
+        if strides and out.ndim:
+            local = note_strides(local, out.shape, like.stride())
+        return wrap(local, out)
+
+    return result if result is NotImplemented else map_tensors(result, make)
+
+
+def _without_data(
+    func: Any, operands: Sequence[Operand], loc: Sequence[Any], kw: Mapping[str, Any]
+) -> tuple[Any, list[torch.Tensor]]:
+    """The result for tensors of the global shapes without data, and these; None if it depends on values."""
+    args, kwargs, fakes = list(loc), dict(kw), []
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            for o in operands:
+                local = get_at(loc, kw, o.path)
+                strides = strides_in_memory(local, o.shape)
+                fake = torch.empty_strided(o.shape, strides, dtype=local.dtype, device=local.device)
+                if local.requires_grad:
+                    fake.requires_grad_()
+                    fake = fake if local.is_leaf else fake.view_as(fake)
+                fakes.append(fake)
+                put_at(args, kwargs, o.path, fake)
+            return func(*args, **kwargs), fakes
+    except Exception:  # whatever it is: other errors than of missing values the ranks of the mesh raise, too
+        return None, []
+
+
+def _of_one_element(func: Any, loc: Sequence[Any], kw: Mapping[str, Any]) -> Any:
+    """The result for tensors of one element, of which only dtypes are used; None if there is none."""
+    try:
+        args, kwargs = map_tensors(list(loc), of_one_element), map_tensors(dict(kw), of_one_element)
+        return func(*args, **kwargs)
+    except Exception:
+        return None
 
 
 class _OfNothing(torch.autograd.Function):
@@ -54,21 +150,3 @@ class _OfNothing(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.operands]
         return (None, *zeros, *(None for _ in grads))
-
-
-def _operands(values: Sequence[Any]) -> list[DTensor]:
-    found: list[DTensor] = []
-    for v in values:
-        if isinstance(v, DTensor):
-            found.append(v)
-        elif isinstance(v, (list, tuple)):
-            found += [x for x in v if isinstance(x, DTensor)]
-    return found
-
-
-def _common_dtype(values: Sequence[Any]) -> torch.dtype:
-    found = [o._local.dtype for o in _operands(values)]
-    result = found[0] if found else torch.get_default_dtype()
-    for other in found[1:]:
-        result = torch.promote_types(result, other)
-    return result

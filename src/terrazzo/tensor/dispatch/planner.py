@@ -118,7 +118,8 @@ def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> Cal
         for i, (o, src, dst) in enumerate(zip(call.operands, layouts, ins, strict=True))
     )
     decided = Chosen(ins, outs, {f: tuple(ms) for f, ms in sharded.items()})
-    local = None if spec.localize is None else spec.localize(decided)
+    outside = layouts[0].coord is None  # such a rank runs nothing, and has no axes to communicate on
+    local = None if spec.localize is None or outside else spec.localize(decided)
     has_terms = any(out.dual is not out for out in outs)
     joined = spec.joined(decided) if spec.joined is not None and has_terms else None
     moved = any(src is not dst for src, dst in zip(layouts, ins, strict=True))

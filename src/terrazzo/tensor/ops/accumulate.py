@@ -98,7 +98,9 @@ def axis_of_terms(out: Layout) -> Axis:
 
 
 def axis_of_shards(chosen: Chosen) -> Axis | None:
-    """The ranks among which the factors are sharded; None if every rank has all of them."""
+    """The ranks among which the factors are sharded; None if every rank has all of them, or outside the mesh."""
+    if chosen.ins[0].coord is None:
+        return None
     dims = sorted({m for ms in chosen.sharded.values() for m in ms if chosen.ins[0].mesh_shape[m] > 1})
     return axis_of(chosen.ins[0].mesh, tuple(dims)) if dims else None
 

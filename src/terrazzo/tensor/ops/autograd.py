@@ -56,7 +56,7 @@ def gradient_of(local: torch.Tensor, layout: Layout) -> DTensor:
 def gradient_for(gradient: DTensor, layout: Layout) -> torch.Tensor:
     """The reverse of `gradient_of`: the local gradient to pass to autograd for a local tensor of `layout`."""
     dual = layout.dual
-    if any(p.is_partial() and p.reduce_op not in ("sum", "avg") for p in layout.placements):
+    if any(isinstance(p, Partial) and p.reduce_op not in ("sum", "avg") for p in layout.placements):
         raise DTensorError(
             f"the gradient of a tensor placed {list(layout.placements)} cannot be replaced: how its terms share it is "
             "not known. Redistribute the tensor to Replicate first, and replace the gradient of the result"

@@ -239,17 +239,19 @@ def with_integers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         and _fit(s, len(args), kwargs) is not None
     ]
 
-    def means_number(name: Callable[[Signature], str]) -> bool:
-        names = [(s, name(s)) for s in fitting]
-        return value_of_any or (any(n in s.integers for s, n in names) and not any(n in s.tensors for s, n in names))
+    def means_number(names: Sequence[str]) -> bool:
+        return value_of_any or (
+            any(n in s.integers for s, n in zip(fitting, names, strict=True))
+            and not any(n in s.tensors for s, n in zip(fitting, names, strict=True))
+        )
 
-    new_args = list(args)
+    new_args, new_kwargs = list(args), dict(kwargs)
     for i in given:
-        if means_number(lambda s, i=i: s.positional[min(i, len(s.positional) - 1)]):
+        if means_number([s.positional[min(i, len(s.positional) - 1)] for s in fitting]):
             new_args[i] = number(args[i])
-    new_kwargs = {
-        k: number(a) if k in named and means_number(lambda s, k=k: s.name(k)) else a for k, a in kwargs.items()
-    }
+    for k in named:
+        if means_number([s.name(k) for s in fitting]):
+            new_kwargs[k] = number(kwargs[k])
     return (new_args, new_kwargs) if found else None
 
 

@@ -20,6 +20,7 @@ from terrazzo.tensor.broadcasting import broadcast_shapes
 from terrazzo.tensor.copied_view import check_autograd_allows, check_writable, pass_on, writing
 from terrazzo.tensor.dispatch.bounds import check_bounds
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
+from terrazzo.tensor.dispatch.outside_mesh import not_known
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dispatch.routes import cast_fresh
 from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, OneArgument, Operand, Spec
@@ -221,6 +222,8 @@ def _advanced(target: DTensor, index: Sequence[Any]) -> DTensor:
 def _picked(target: DTensor, index: Sequence[Any]) -> DTensor:
     """Masks, and indices with other placements than the tensor: they are gathered on every rank."""
     layout = target._layout
+    if layout.coord is None and any(is_mask(i) for i in index):
+        raise not_known("__getitem__", layout.mesh)
     items = [_full(i, layout) for i in index]
     items = [i.to(target._local.device) if isinstance(i, torch.Tensor) and i.dim() else i for i in items]
     shape, whole = _probe(layout.shape, items)

@@ -16,7 +16,9 @@ import torch
 from terrazzo._torch.tensors import is_one_of_several_views, is_view
 from terrazzo.errors import DTensorError
 from terrazzo.tensor.copied_view import CopiedView
+from terrazzo.tensor.dispatch.outside_mesh import not_known
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec
+from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.strides import has_view, is_thin, no_view, view_groups, what_strides_say
 
@@ -455,7 +457,11 @@ def chunk(call: Call, input: Operand, chunks: int, dim: int = 0) -> Spec | None:
 def _split_by_values(input: Any, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
     """If the split points are a tensor, every rank needs their values."""
     cuts = named.get("tensor_indices_or_sections", indices_or_sections)
-    return torch.tensor_split(input, cuts.tolist(), dim) if isinstance(cuts, torch.Tensor) else NotImplemented
+    if not isinstance(cuts, torch.Tensor):
+        return NotImplemented
+    if isinstance(cuts, DTensor) and cuts._layout.coord is None:
+        raise not_known("tensor_split", cuts._layout.mesh)
+    return torch.tensor_split(input, cuts.tolist(), dim)
 
 
 @rule("tensor_split", otherwise=_split_by_values, takes_plain=lambda cuts: True)
