@@ -15,6 +15,7 @@ from fsdp.test_streams import recording
 from ranks import run_ranks
 from terrazzo.errors import DivergedRanksError
 from terrazzo.fsdp import fully_shard
+from terrazzo.tensor import init_device_mesh
 
 
 class Branches(nn.Module):
@@ -29,12 +30,12 @@ class Branches(nn.Module):
         return x if branch == "none" else getattr(self, branch)(x)
 
 
-def branches() -> Any:
+def branches(**options: Any) -> Any:
     torch.manual_seed(0)
     model: Any = Branches()
     for inner in (model.body, model.x, model.y):
-        fully_shard(inner)
-    model = fully_shard(model)
+        fully_shard(inner, **options)
+    model = fully_shard(model, **options)
     return apart(model)
 
 
@@ -115,8 +116,23 @@ def check_separate_models() -> None:
             assert all(torch.equal(p.to_local(), q) for p, q in zip(params, before, strict=True))
 
 
+def check_replicas() -> None:
+    """Gradients that replicas sum are those of the same modules, with shards of a size of 1 as in DDP, too."""
+    for device in (nullcontext, recording):
+        with device():
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+            model = branches(mesh=mesh)
+            optimizer = adamw(model)
+            for branch in ("x", "y", "none"):
+                step(model, optimizer, branch)
+            before = [whole(p).clone() for p in model.parameters()]
+            with pytest.raises(DivergedRanksError, match="rank 0 all-reduce x, rank 1 all-reduce y"):
+                step(model, optimizer, own_branch())
+            assert all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), before, strict=True))
+
+
 def check_all() -> None:
-    for check in (check_on_cpu, check_on_device, check_evaluations, check_separate_models):
+    for check in (check_replicas, check_on_cpu, check_on_device, check_evaluations, check_separate_models):
         check()
 
 

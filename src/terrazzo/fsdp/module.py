@@ -337,7 +337,7 @@ def keep_state_dicts_sharded(group: Group) -> None:
 
     def reshard(*args: Any, **kwargs: Any) -> None:
         if group.root is not None:
-            group.root.watch.settle(wait=True)  # no state of ranks that have diverged is saved
+            group.root.settle(wait=True)  # no state of ranks that have diverged is saved
             group.root.reshard(group.unit)
 
     for module in group.holders():

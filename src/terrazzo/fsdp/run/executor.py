@@ -51,10 +51,12 @@ class _Node:
 class Executor:
     """Runs the operations of one root, and keeps the state of its units."""
 
-    def __init__(self, units: list[Unit], state: State, streams: Streams | None, watch: Watch) -> None:
+    def __init__(
+        self, units: list[Unit], state: State, streams: Streams | None, watch: Watch, watch_replicas: Watch
+    ) -> None:
         self.units = units
         self.streams = streams
-        self.watch = watch
+        self.watch, self.watch_replicas = watch, watch_replicas
         self.observers: tuple[Observer, ...] = ()
         self._bundles: dict[tuple[int, ...], Bundle] = {}
         self._remarked: set[str] = set()  # parameters that were written to in a step, of which users know
@@ -170,6 +172,8 @@ class Executor:
             return _noted(gather, self.watch, unit, "unshard")
         if kind is Kind.REDUCE:
             return _noted(unit.reduce, self.watch, unit, "reduce")
+        if kind is Kind.ALL_REDUCE:
+            return _noted(unit.all_reduce, self.watch_replicas, unit, "all-reduce")
         if kind is Kind.COPY_OUT and any(buffer.kind == "kept" for buffer in operation.gives):
             return unit.copy_out_kept
         calls: dict[Kind, Call] = {
@@ -179,7 +183,6 @@ class Executor:
             Kind.DISCARD: unit.discard,
             Kind.ACCUMULATE: unit.accumulate,
             Kind.PACK: unit.pack,
-            Kind.ALL_REDUCE: unit.all_reduce,
             Kind.STORE: unit.store,
             Kind.RELEASE: unit.release,
             Kind.FINISH: unit.finish,
@@ -212,10 +215,11 @@ class Executor:
             return _noted(bundle.gather, self.watch, bundle, "unshard")
         if kind is Kind.REDUCE:
             return _noted(bundle.reduce, self.watch, bundle, "reduce")
+        if kind is Kind.ALL_REDUCE:
+            return _noted(bundle.all_reduce, self.watch_replicas, bundle, "all-reduce")
         calls: dict[Kind, Call] = {
             Kind.COPY_OUT: bundle.copy_out,
             Kind.PACK: bundle.pack,
-            Kind.ALL_REDUCE: bundle.all_reduce,
             Kind.RELEASE: bundle.release,
             Kind.FINISH: bundle.finish,
             Kind.HAND_OVER: bundle.hand_over,

@@ -50,7 +50,9 @@ class Root:
         self.device = device
         self._has_replicas = any(group.unit.replicated for group in groups)
         self.units: list[Unit] = [group.unit for group in groups]
-        self.watch = Watch(next((unit.settings.mesh for unit in self.units if unit.params), None), self.streams)
+        mesh = next((unit.settings.mesh for unit in self.units if unit.params), None)
+        self.watch = Watch(mesh, self.streams)
+        self.watch_replicas = Watch(mesh, self.streams, replicas=True)
         self.positions: dict[nn.Module, int] = {}  # the numbers of modules in events
         comm = Collectives(lambda: not self.watch.has_agreed)
         where: list[Where] = []
@@ -62,7 +64,7 @@ class Root:
                 self.positions[module] = len(self.positions)
         state = State.first(len(self.units))
         state = State(tuple(where), state.phase, state.running)
-        self.executor = Executor(self.units, state, self.streams, self.watch)
+        self.executor = Executor(self.units, state, self.streams, self.watch, self.watch_replicas)
         self.is_last_backward = True
         self.records_graph = False  # whether this backward does, for another one to run through
         self.coalesce_bytes = COALESCE_BYTES
@@ -171,7 +173,7 @@ class Root:
         if self._in_backward:
             self.recover()
         self.course = Course(self)
-        self.watch.settle()
+        self.settle()
         self._expect(self._orders.get(module, ()))
         where = self.state.where
         replaced = [unit.replaced() for unit in self.units]
@@ -209,7 +211,7 @@ class Root:
         """Before an optimizer writes to the shards with these ids: save what was written to unsharded parameters."""
         if not self._is_idle:
             return
-        self.watch.settle()
+        self.settle()
         if any(id(param.sharded) in ids for unit in self.units for param in unit.params):
             self._gradients_wait = False
         for unit, where in zip(self.units, self.state.where, strict=True):
@@ -253,6 +255,11 @@ class Root:
         self._ran.add(unit.index)
         return (self.course, -1) if outermost else self.course.entered(unit.index)
 
+    def settle(self, *, wait: bool = False) -> None:
+        """Raise if ranks differ, as far as is known."""
+        self.watch.settle(wait=wait)
+        self.watch_replicas.settle(wait=wait)
+
     def is_trained(self, unit: Unit) -> bool:
         """Whether the unit's gradients are reduced or accumulated."""
         return self._spec.units[unit.index].trainable
@@ -279,7 +286,7 @@ class Root:
         """Called once per backward."""
         self._in_backward = True
         self._show_unsharded()
-        self.watch.settle()
+        self.settle()
         self._follow_flags()
         at_end_of_backward(self._end_backward)
 
@@ -372,6 +379,7 @@ class Root:
                 unit.keep_gradients()
         self._backward_ended = True
         self.watch.compare()
+        self.watch_replicas.compare(always=False)
         lost = [name for unit in self.units for name in unit.with_gradients_of_kept_parts()]
         if lost:
             self.recover()
@@ -422,12 +430,13 @@ class Root:
         self.reached.clear()
         self._unnoticed = []
         self.watch.forget()
+        self.watch_replicas.forget()
         self.executor.reset(gradients=True)
         free_memory_aside()
 
     def share_streams_of(self, other: Root) -> None:
         """Communicate on the streams of another root."""
-        self.streams = self.watch.streams = other.streams
+        self.streams = self.watch.streams = self.watch_replicas.streams = other.streams
         self.executor.use_streams(other.streams)
 
     # ------------------------------------------------------------------ called by users

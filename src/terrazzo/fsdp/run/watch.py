@@ -77,16 +77,17 @@ class _Comparing:
 
 _differences: Counter[tuple[int, ...]] = Counter()  # the number of those found so far, by the ranks that compared
 
-_CODES = {"run": 1, "unshard": 2, "reduce": 3}
+_CODES = {"run": 1, "unshard": 2, "reduce": 3, "all-reduce": 0}
 
 
 class Watch:
     """The record of one root's modules and collectives on this rank."""
 
-    def __init__(self, mesh: DataMesh | None, streams: Streams | None = None) -> None:
-        # Ranks of the shard axis must run the same modules in each step. Replicas wait for each other, too, but may
-        # accumulate gradients over different numbers of micro-batches.
-        axis = None if mesh is None else mesh.shard
+    def __init__(self, mesh: DataMesh | None, streams: Streams | None = None, *, replicas: bool = False) -> None:
+        # Ranks of the shard axis must run the same modules in each step. Replicas may accumulate gradients over
+        # different numbers of micro-batches, so they only compare what they reduce among them.
+        axis = None if mesh is None else mesh.replicate if replicas else mesh.shard
+        self._stream = Stream.ALL_REDUCE if replicas else Stream.REDUCE  # that of the collectives
         others = axis is not None and axis.group is not None and not is_simulated(axis.group)
         self._axis: Axis | None = axis if others else None
         self._ranks: list[int] = ranks_of(mesh.mesh) if mesh is not None else []
@@ -110,10 +111,13 @@ class Watch:
         self._log.append((what, unit))
         self._checksum = (self._checksum * 1000003 + unit.code * 4 + _CODES[what]) & 0x7FFFFFFFFFFFFFFF
 
-    def compare(self) -> None:
-        """Start to compare the events since the last comparison. Called at the end of a forward or backward."""
+    def compare(self, *, always: bool = True) -> None:
+        """Start to compare the events since the last comparison, if there are any, or `always`.
+
+        Called at the end of a forward or backward.
+        """
         axis = self._axis
-        if axis is None:
+        if axis is None or not (always or self._in_part):
             return
         self.settle()
         checksum, recent = self._checksum, list(self._log)[-self._in_part :] if self._in_part else []
@@ -130,10 +134,10 @@ class Watch:
 
     @torch.no_grad()
     def _reduce_on_device(self, axis: Axis, streams: Streams, checksum: int) -> tuple[Any, Tensor]:
-        """Start to compare after everything that is queued on the stream of reductions; returns an event, and the
+        """Start to compare after everything that is queued on the stream of the collectives; returns an event, and the
         memory on the host that has the result after it."""
         now = streams.mark_of()
-        with streams.on(Stream.REDUCE) as stream:
+        with streams.on(self._stream) as stream:
             both = self._on_device
             if both is None:
                 assert self._mesh is not None
