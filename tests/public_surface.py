@@ -57,6 +57,7 @@ PUBLIC = (
     "terrazzo.tensor.parallel",
     "terrazzo.tensor.policy",
     "terrazzo.testing",
+    "terrazzo.testing.late",
     "terrazzo.view",
 )
 """Modules whose names users rely on; each has a place in docs/api."""

@@ -53,5 +53,7 @@ def test_the_wheel_of_the_archive_is_that_of_the_tree(unpacked, tmp_path):
     names = set(contents[0])
     modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "terrazzo").rglob("*.py")}
     pages = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src/terrazzo/view/page").iterdir()}
-    assert len(pages) > 10 and modules | pages | {"terrazzo/py.typed", "terrazzo-install.pth"} <= names
+    sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src/terrazzo/testing/late/csrc").iterdir()}
+    assert len(pages) > 10 and len(sources) > 10
+    assert modules | pages | sources | {"terrazzo/py.typed", "terrazzo-install.pth"} <= names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"terrazzo"}, "nothing else is installed"

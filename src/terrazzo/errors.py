@@ -351,3 +351,25 @@ class DemoError(TerrazzoError, RuntimeError):
 
 class ViewError(TerrazzoError, ValueError):
     """Something that the viewer cannot show, or a page that cannot be made here."""
+
+
+# ------------------------------------------------------------------ testing
+
+
+class LateDeviceError(TerrazzoError, RuntimeError):
+    """The device `late` of `terrazzo.testing` was used in an unsupported way."""
+
+
+class DeviceBuildError(LateDeviceError, ImportError):
+    """The device `late` cannot be compiled here; the message says what to install."""
+
+
+class RaceError(LateDeviceError, AssertionError):
+    """A program accessed memory in an order that nothing guarantees; `races` has one entry per pair of accesses."""
+
+    def __init__(self, message: str, races: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.races = races
+
+    def __reduce__(self) -> tuple[type[RaceError], tuple[str, tuple[object, ...]]]:
+        return type(self), (str(self), self.races)

@@ -8,6 +8,7 @@ some, one `TorchMovedError` lists them all. `python -m terrazzo._torch` prints t
     counting                        a parameter whose `.data` counts writes
     autograd, dispatching           graphs and their engine; operators, dispatch and thread-local state
     groups, saving                  process groups and meshes; what torch.save writes
+    devices                         devices that torch does not know by itself
     compiling                       marks for Dynamo
     graphs                          compilers of whole programs; imported with `terrazzo.graphs`
     function_apply, transforms,
@@ -24,6 +25,7 @@ from terrazzo._torch import (
     clipping,
     compiling,
     counting,
+    devices,
     dispatching,
     exporting,
     function_apply,
@@ -47,6 +49,7 @@ __all__ = [
     "clipping",
     "compiling",
     "counting",
+    "devices",
     "dispatching",
     "exporting",
     "function_apply",
