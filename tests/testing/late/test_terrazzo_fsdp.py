@@ -1,0 +1,362 @@
+"""`terrazzo.fsdp` and the engine on the device: no races, and the same bits in every schedule."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from late_ranks import run_late
+from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from terrazzo.tensor import init_device_mesh
+from terrazzo.testing import late
+
+WIDTH, WORDS = 16, 20
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, unused=False):
+        super().__init__()
+        self.unused = nn.Linear(3, 5) if unused else None
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def sharded(device, sizes=None, coalesce=False, unused=False, prefetch=False, **options):
+    torch.manual_seed(0)
+    model = Model(unused)
+    if "offload_policy" not in options:
+        model.to(device)
+    names = {"mesh_dim_names": ("replicas", "shards")} if sizes else {}
+    mesh = init_device_mesh("late", sizes or (dist.get_world_size(),), **names)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    if not coalesce:
+        model.set_coalesce_bytes(0)
+    if prefetch:
+        for one, next_ in zip(model.blocks, model.blocks[1:], strict=False):
+            one.set_modules_to_forward_prefetch([next_])
+            next_.set_modules_to_backward_prefetch([one])
+    return model
+
+
+def batch(device, step, micro):
+    seed = 100 * step + 10 * micro + dist.get_rank()
+    tokens = torch.randint(WORDS, (3, 5), generator=torch.Generator().manual_seed(seed))
+    return tokens.pin_memory().to(device, non_blocking=True)
+
+
+def train(model, device, steps=2, micros=1, before=lambda model, last: None):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        for micro in range(micros):
+            before(model, micro == micros - 1)
+            tokens = batch(device, step, micro)
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    parts = [p.detach().to(device).full_tensor().flatten() for p in model.parameters()]
+    return {"parameters": torch.cat(parts).cpu(), "losses": torch.stack(losses).cpu()}
+
+
+# ------------------------------------------------------------------ ways to train
+
+
+def check_plain(device):
+    return train(sharded(device), device)
+
+
+def check_coalesced(device):
+    return train(sharded(device, coalesce=True), device)
+
+
+def check_mixed_precision(device):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return train(sharded(device, mp_policy=policy), device)
+
+
+def check_bfloat16_reductions(device):
+    return train(sharded(device, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), device)
+
+
+def check_accumulation(device):
+    return train(sharded(device), device, micros=2, before=lambda m, last: m.set_requires_gradient_sync(last))
+
+
+def check_accumulation_in_shards(device):
+    return train(sharded(device), device, micros=3)
+
+
+def check_offload(device):
+    return train(sharded(device, offload_policy=CPUOffloadPolicy()), device)
+
+
+def check_offload_to_pageable_memory(device):
+    return train(sharded(device, offload_policy=CPUOffloadPolicy(pin_memory=False)), device)
+
+
+def check_offload_of_the_optimizer(device):
+    return train(sharded(device, offload_policy=CPUOffloadPolicy(parameters=False)), device)
+
+
+def check_offload_and_accumulation(device):
+    return train(sharded(device, offload_policy=CPUOffloadPolicy()), device, micros=2)
+
+
+def check_whole_after_forward(device):
+    return train(sharded(device, reshard_after_forward=False), device)
+
+
+def check_unused_parameters(device):
+    return train(sharded(device, unused=True), device)
+
+
+def check_prefetching(device):
+    return train(sharded(device, prefetch=True), device)
+
+
+def check_stream_of_its_own(device):
+    stream = torch.late.Stream(device)
+    stream.wait_stream(torch.late.current_stream())
+    with torch.late.stream(stream):
+        return train(sharded(device), device)
+
+
+def check_unsharded_ahead(device):
+    def unshard(model, last):
+        for block in model.blocks:
+            handle = block.unshard(async_op=True)
+        if handle is not None:
+            handle.wait()
+
+    return train(sharded(device), device, before=unshard)
+
+
+def check_gathers_that_are_given_up(device):
+    def give_up(model, last):
+        for block in model.blocks:
+            block.unshard(async_op=True)
+        for block in model.blocks:
+            block.reshard()
+        torch.ones(1000, device=device)
+
+    return train(sharded(device), device, before=give_up)
+
+
+def check_evaluation_between(device):
+    def evaluate(model, last):
+        with torch.no_grad():
+            model(batch(device, 7, 0))
+
+    return train(sharded(device), device, before=evaluate)
+
+
+def check_hooks_on_gradients(device):
+    model = sharded(device)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 1)
+    return train(model, device)
+
+
+def check_worker_thread(device):
+    values = []
+
+    def work():
+        torch.late.set_device(device)
+        values.append(train(sharded(device), device))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return values[0]
+
+
+def check_replicas(device):
+    return train(sharded(device, sizes=(2, 2)), device)
+
+
+def check_replicas_and_accumulation(device):
+    model = sharded(device, sizes=(2, 2))
+    return train(model, device, micros=2, before=lambda m, last: m.set_requires_all_reduce(last))
+
+
+def check_some_blocks_stay_gathered(device):
+    return train(sharded(device, reshard_after_forward=2), device)
+
+
+def check_offloaded_state_that_the_host_reads(device):
+    """After a step the optimizer's state is in host memory, and may be read at once."""
+    model, sums = sharded(device, offload_policy=CPUOffloadPolicy(parameters=False)), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        tokens = batch(device, step, 0)
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        for state in optimizer.state.values():
+            local = state["exp_avg"].to_local()
+            assert local.device.type == "cpu"
+            sums.append(local.abs().sum())
+        optimizer.zero_grad()
+    return {"losses": torch.stack(sums), "parameters": torch.zeros(1)}
+
+
+def check_writes_to_unsharded_parameters(device):
+    """In forward, so that the gather in backward has to wait until the shards have what was written."""
+    model = sharded(device)
+
+    def write(block, args):
+        with torch.no_grad():
+            block.up.weight.mul_(1.01)
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(write)
+    return train(model, device)
+
+
+def check_hooks_on_reductions(device):
+    model, stream = sharded(device), torch.late.Stream(device)
+    for module in model.modules():
+        if hasattr(module, "set_all_reduce_hook"):
+            module.set_all_reduce_hook(lambda gradients: gradients.mul_(1.0), stream=stream)
+    return train(model, device)
+
+
+SAMPLE = (check_plain, check_mixed_precision, check_accumulation_in_shards, check_offload, check_unused_parameters)
+OTHERS = (
+    check_coalesced,
+    check_bfloat16_reductions,
+    check_accumulation,
+    check_offload_to_pageable_memory,
+    check_offload_of_the_optimizer,
+    check_offload_and_accumulation,
+    check_offloaded_state_that_the_host_reads,
+    check_whole_after_forward,
+    check_prefetching,
+    check_stream_of_its_own,
+    check_unsharded_ahead,
+    check_gathers_that_are_given_up,
+    check_evaluation_between,
+    check_hooks_on_gradients,
+    check_hooks_on_reductions,
+    check_writes_to_unsharded_parameters,
+    check_worker_thread,
+)
+
+
+def all_same(world, *checks, modes, **options):
+    """A check gives each rank the same in all modes, and all ranks the same parameters; nothing is from new memory."""
+    results = run_late(world, *checks, modes=modes, timeout=400, **options)
+    for k, check in enumerate(checks):
+        runs = results[k * len(modes) : (k + 1) * len(modes)]
+        for ranks in runs:
+            for rank, found in enumerate(ranks):
+                assert not found["losses"].isnan().any() and not found["parameters"].isnan().any(), check.__name__
+                assert torch.equal(found["losses"], runs[0][rank]["losses"]), check.__name__
+                assert torch.equal(found["parameters"], runs[0][0]["parameters"]), check.__name__
+
+
+@pytest.mark.parametrize("check", SAMPLE)
+def test_fully_shard_has_no_races(check):
+    all_same(2, check, modes=("eager", "needed"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("check", (*SAMPLE, *OTHERS))
+def test_fully_shard_has_no_races_in_any_mode(check):
+    all_same(2, check, modes=late.MODES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("check", SAMPLE)
+def test_fully_shard_has_no_races_where_nccl_averages(check):
+    all_same(2, check, modes=("needed", "random"), backend_name="nccl")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("check", (check_replicas, check_replicas_and_accumulation, check_some_blocks_stay_gathered))
+def test_replicas_have_no_races(check):
+    all_same(4, check, modes=("eager", "needed", "default_first"))
+
+
+def check_a_step_without_waits(device):
+    """The host runs ahead of the device: it launches a whole step, and waits for nothing."""
+    model, counts = sharded(device), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        tokens, waits = batch(device, step, 0), late.host_waits()
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(late.host_waits() - waits)
+    assert counts[1:] == [0, 0], counts
+
+
+def test_a_step_of_fully_shard_does_not_wait_for_the_device():
+    run_late(2, check_a_step_without_waits)
+
+
+# ------------------------------------------------------------------ the engine
+
+
+def check_engine(device):
+    from terrazzo.engine import initialize
+
+    found = []
+    for stage, dtype, more in (
+        (3, torch.float32, {}),
+        (3, torch.bfloat16, {"bf16": {"enabled": True}}),
+        (2, torch.float16, {"fp16": {"enabled": True, "initial_scale_power": 8}}),
+        (
+            3,
+            torch.float32,
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+        ),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)).to(device)
+        config = {
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "gradient_clipping": 1.0,
+            **more,
+        }
+        engine = initialize(model, config=config)
+        for step in range(4):
+            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step)).to(device, dtype)
+            loss = engine(x).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.detach().cpu())
+    return {"losses": torch.stack(found), "parameters": torch.zeros(1)}
+
+
+@pytest.mark.long
+def test_the_engine_has_no_races():
+    all_same(2, check_engine, modes=("eager", "needed", "default_first"))

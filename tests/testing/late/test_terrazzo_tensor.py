@@ -1,0 +1,165 @@
+"""DTensors on the device: one device's values, in every schedule, and no races."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from late_ranks import run_late
+from terrazzo.optim import Muon
+from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from terrazzo.tensor.experimental import context_parallel, implicit_replication
+from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from terrazzo.testing import late
+
+PLACEMENTS = (Shard(0), Shard(1), Replicate())
+
+
+def draw(*sizes):
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
+def mesh_of_all():
+    return init_device_mesh("late", (dist.get_world_size(),))
+
+
+def same(found, expected):
+    found = [x.full_tensor() if isinstance(x, DTensor) else x for x in found]
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.detach().cpu(), want.detach(), atol=1e-5, rtol=1e-4)
+
+
+def check_products(device):
+    mesh, a, b = mesh_of_all(), draw(7, 12), draw(12, 9)
+    for one in PLACEMENTS:
+        for two in PLACEMENTS:
+
+            def values(x, w):
+                y = F.layer_norm(F.gelu(x.requires_grad_() @ w.requires_grad_()), (9,)).softmax(-1)
+                (y * y).sum().backward()
+                return y, x.grad, w.grad
+
+            expected = values(a.clone(), b.clone())
+            same(
+                values(distribute_tensor(a.to(device), mesh, [one]), distribute_tensor(b.to(device), mesh, [two])),
+                expected,
+            )
+
+
+def check_redistribution(device):
+    mesh, a = mesh_of_all(), draw(7, 12)
+    for one in PLACEMENTS:
+        for two in PLACEMENTS:
+            x = distribute_tensor(a.to(device), mesh, [one])
+            moved = (x * 2).redistribute(placements=[two]) + 1
+            later = (x * 2).redistribute(placements=[two], async_op=True)
+            found = [
+                moved,
+                later + 1,
+                x.sum(0),
+                x.cumsum(0),
+                x.sort(1)[0],
+                x[2:5],
+                torch.cat([x, x]),
+                x.amax(),
+                x.norm(),
+            ]
+            expected = [
+                a * 2 + 1,
+                a * 2 + 1,
+                a.sum(0),
+                a.cumsum(0),
+                a.sort(1)[0],
+                a[2:5],
+                torch.cat([a, a]),
+                a.amax(),
+                a.norm(),
+            ]
+            same(found, expected)
+
+
+def check_parallel_styles(device):
+    def trained(where, mesh):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        model.to(where)
+        if mesh is not None:
+            parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        optimizer, losses = torch.optim.AdamW(model.parameters(), foreach=True), []
+        for step in range(3):
+            loss = model(draw(5, 8 + 0 * step).to(where)).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [*losses, *model.parameters()]
+
+    same(trained(device, mesh_of_all()), trained("cpu", None))
+
+
+def check_random_numbers(device):
+    x = distribute_tensor(torch.zeros(8, 8, device=device), mesh_of_all(), [Shard(0)])
+    torch.manual_seed(3)
+    first = x.normal_().full_tensor().cpu()
+    torch.manual_seed(3)
+    assert torch.equal(first, x.normal_().full_tensor().cpu()) and first.unique().numel() > 60
+    dropped = F.dropout(x, 0.5).full_tensor()
+    assert ((dropped == 0) | (dropped == 2 * x.full_tensor())).all().item()
+
+
+def check_muon(device):
+    torch.manual_seed(0)
+    mesh, weight = mesh_of_all(), draw(16, 32)
+    parameters = [nn.Parameter(weight.clone()), nn.Parameter(distribute_tensor(weight.to(device), mesh, [Shard(0)]))]
+    for parameter in parameters:
+        optimizer = Muon([parameter], lr=0.02)
+        for _ in range(2):
+            parameter.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(parameters[1].full_tensor().cpu(), parameters[0].data, atol=2e-2, rtol=2e-2)
+
+
+def check_context_parallel(device):
+    whole = [draw(1, 2, 8, 4) + n for n in range(3)]
+    buffers = [x.to(device) for x in whole]
+    with context_parallel(mesh_of_all(), buffers=buffers, buffer_seq_dims=[2, 2, 2]):
+        found = F.scaled_dot_product_attention(*buffers, is_causal=True)
+        assert found.shape == (1, 2, 8 // dist.get_world_size(), 4) and not found.isnan().any().item()
+
+
+def check_recomputation_keeps_contexts(device):
+    """It runs in a thread of autograd's, where these contexts have to hold as well."""
+    mesh, plain = mesh_of_all(), torch.full((4, 4), 2.0, device=device)
+    w = distribute_tensor(draw(4, 4).to(device), mesh, [Shard(0)]).requires_grad_()
+    with implicit_replication():
+        checkpoint(lambda x: (x * plain).sin(), w, use_reentrant=False).sum().backward()
+    same([w.grad], [2 * (2 * draw(4, 4)).cos()])
+    layer = nn.Linear(8, 10).to(device)
+    parallelize_module(layer, mesh, ColwiseParallel(use_local_output=False))
+    x, target = draw(5, 8).to(device).requires_grad_(), torch.arange(5, device=device)
+    with loss_parallel():
+        checkpoint(lambda z: F.cross_entropy(layer(z), target), x, use_reentrant=False).backward()
+    assert not x.grad.isnan().any().item()
+
+
+CHECKS = (
+    check_products, check_redistribution, check_parallel_styles, check_random_numbers, check_muon,
+    check_context_parallel, check_recomputation_keeps_contexts,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_dtensors_have_no_races(check):
+    run_late(2, check, modes=("needed",))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("check", CHECKS)
+def test_dtensors_have_no_races_in_any_mode(check):
+    run_late(2, check, modes=late.MODES)
