@@ -81,6 +81,7 @@ proofs: setup $(TRIED_RAY) $(TRIED_KUBEFLOW)
 	$(BIN)/python -m tests.checkpoint.failing_matrix
 	$(BIN)/python -m tests.checkpoint.fuzz --cases 20000
 	$(BIN)/python tests/deepspeed/same.py
+	$(BIN)/python -m tests.testing.late.mutations --write docs/late-mutations.md
 
 # The documentation as a site in build/site.  Nothing is fetched; a link that leads nowhere and code that does not do what
 # the page shows are errors.
