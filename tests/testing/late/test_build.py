@@ -93,6 +93,7 @@ def run_plugin(folder: str) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100).stdout
 
 
+@pytest.mark.long
 def test_the_plugin_runs_a_test_in_each_mode(tmp_path):
     try:
         build.built()

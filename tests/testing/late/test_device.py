@@ -12,6 +12,8 @@ from ranks import run_fresh
 from terrazzo.errors import LateDeviceError
 from terrazzo.testing import late
 
+pytestmark = pytest.mark.long
+
 # ------------------------------------------------------------------ when tasks run
 
 

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from late_ranks import run_late
 from terrazzo.testing import late
 
+pytestmark = pytest.mark.long
+
 
 class Block(nn.Module):
     def __init__(self, width=16):
@@ -73,6 +75,5 @@ def test_fsdp2_has_no_races():
         all_same(results[k * len(modes) : (k + 1) * len(modes)])
 
 
-@pytest.mark.long
 def test_fsdp2_has_no_races_with_replicas():
     all_same(run_late(4, check_hsdp, modes=late.MODES))

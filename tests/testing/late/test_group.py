@@ -14,6 +14,8 @@ from ranks import run_fresh
 from terrazzo.errors import RaceError
 from terrazzo.testing import late
 
+pytestmark = pytest.mark.long
+
 # ------------------------------------------------------------------ values
 
 

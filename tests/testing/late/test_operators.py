@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from late_ranks import run_late
 
+pytestmark = pytest.mark.long
+
 
 def draw(*sizes, device, grad=True):
     x = torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes))).to(device)

@@ -12,6 +12,8 @@ from late_ranks import run_late
 from terrazzo.errors import RaceError
 from terrazzo.testing import late
 
+pytestmark = pytest.mark.long
+
 
 def side_stream(device):
     stream = torch.Stream(device=device)

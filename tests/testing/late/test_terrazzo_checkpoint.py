@@ -18,6 +18,8 @@ from terrazzo.publish import Publisher, Receiver
 from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
 from terrazzo.testing import late
 
+pytestmark = pytest.mark.long
+
 SIZE = 300_000
 STEPS = 10
 
@@ -191,7 +193,6 @@ def test_stored_values_are_right_and_nothing_races(check):
     run_late(2, check, modes=("needed",))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("check", CHECKS)
 def test_stored_values_are_right_in_every_mode(check):
     run_late(2, check, modes=late.MODES)

