@@ -104,7 +104,7 @@ def of_this_process(future: Future[T], error: Callable[[str], BaseException] = R
 
 def _fail_futures_of_parent() -> None:
     for future, error in list(_of_this_process.items()):
-        future._condition = threading.Condition()  # a thread of the parent may have had the old one
+        vars(future)["_condition"] = threading.Condition()  # a thread of the parent may have had the old one
         if not future.done():
             vars(future)["_done_callbacks"] = []  # they would go on with what the parent does
             future.set_exception(

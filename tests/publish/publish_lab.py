@@ -152,7 +152,7 @@ def receive_versions(address: str, path: Path, at: int, how: int) -> None:
 
 def publish_versions(address: str, path: Path) -> None:
     """Publish some versions; ends the process."""
-    to_channel._PATIENCE = 2.0  # both receivers poll all the time
+    to_channel._PATIENCE = 5.0  # both receivers poll all the time, as far as the machine lets them
     state = numbers(-1)
     with Publisher(Channel(address, bucket_bytes=1 << 12), state, timeout=LONG) as publisher:
         for version in range(VERSIONS):

@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from terrazzo.checkpoint.formats import dcp_metadata
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
-from terrazzo.checkpoint.formats.registry import check_is_found
+from terrazzo.checkpoint.formats.registry import check_is_found, import_all
 from terrazzo.checkpoint.formats.torch_writing import write_archive
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native.cleaning import sweep
@@ -58,6 +58,7 @@ class DCPWriter(StorageWriter):
         self._replacing: Absent | Version = ABSENT
         self._replaced: set[str] = set()  # the files of the old checkpoint
         self._lease = SaveLease()
+        import_all()  # `check_is_found` needs them
         self._go_to(path)
 
     def _go_to(self, path: str | os.PathLike[str] | Store) -> None:

@@ -83,6 +83,12 @@ def named(name: str) -> Format:
     return found
 
 
+def import_all() -> None:
+    """Import the formats: a thread that saves must not, since a process that is forked meanwhile would wait for it."""
+    for name in names():
+        named(name)
+
+
 def that_take(option: str) -> list[str]:
     """The names of the formats that have an option of `convert`."""
     return [name for name in names() if option in named(name).options]

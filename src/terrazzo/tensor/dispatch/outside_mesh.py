@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from terrazzo._torch.graphs import FakeTensorMode
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.dispatch.keys import Route
@@ -112,6 +111,8 @@ def _without_data(
     func: Any, operands: Sequence[Operand], loc: Sequence[Any], kw: Mapping[str, Any]
 ) -> tuple[Any, list[torch.Tensor]]:
     """The result for tensors of the global shapes without data, and these; None if it depends on values."""
+    from terrazzo._torch.graphs import FakeTensorMode  # imports sympy, which no rank inside needs
+
     args, kwargs, fakes = list(loc), dict(kw), []
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):

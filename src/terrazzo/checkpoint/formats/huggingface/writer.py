@@ -31,7 +31,7 @@ from terrazzo.checkpoint.formats.huggingface.claim import Claim, part_name, part
 from terrazzo.checkpoint.formats.huggingface.layout import About, FileLayout, Layout, Slot, lay_out
 from terrazzo.checkpoint.formats.huggingface.runs import runs_of
 from terrazzo.checkpoint.formats.huggingface.streamed import write_streamed
-from terrazzo.checkpoint.formats.registry import check_is_found
+from terrazzo.checkpoint.formats.registry import check_is_found, import_all
 from terrazzo.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -97,6 +97,7 @@ class HuggingFaceWriter(StorageWriter):
         self._own: set[str] = set()  # final names that this rank has made
         self._committed = False
         self._claim: Claim | None = None  # on the coordinator
+        import_all()  # `check_is_found` needs them
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_claim": None, "_last": None}  # these belong to a process
