@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 import time
 from datetime import timedelta
 
@@ -199,6 +200,21 @@ def never_connect() -> tuple[int, ...]:
 def test_a_rank_that_never_connects_is_named() -> None:
     outcomes = run_fresh(2, never_connect, timeout=40)
     assert [outcome.value for outcome in outcomes] == [(1,), ()]
+
+
+def run_out_of_files() -> str:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), most))
+    with pytest.raises(CommError) as caught:
+        ControlPlane.create(timeout=timedelta(seconds=10))
+    return str(caught.value)
+
+
+def test_a_rank_that_may_open_no_more_files_is_named() -> None:
+    outcomes = run_fresh(2, run_out_of_files, timeout=60)
+    assert all("rank 1 gave up (Too many open files)" in outcome.value for outcome in outcomes), outcomes
 
 
 def come_too_late(connected: bool) -> tuple[str, str, float]:

@@ -16,6 +16,8 @@ once: it does not wait for ranks that will not come.
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +42,8 @@ _HEAD = 8  # bytes of a frame that say how long the message is
 _SHORT = _FRAME - _HEAD
 _REPORTS_SECONDS = 2.0
 _LONGEST_REPORT = 2000
+# What a rank runs out of by itself; gloo says it in its messages. The others only see that a connection broke.
+_SHORTAGES = tuple(os.strerror(number) for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 
 
 class _Verdict(msgspec.Struct, array_like=True, frozen=True):
@@ -217,7 +221,9 @@ class Link:
             self._done += 1
         except RuntimeError as error:
             self._break(f"{what} failed before")
-            verdict = self._find_out(what, timed_out(error), timeout)
+            saw = "timeout" if timed_out(error) else "lost"
+            short = next((text for text in _SHORTAGES if text in str(error)), None)
+            verdict = self._find_out(what, saw if short is None else f"failed {short}", timeout)
             raised = (CommTimeout if verdict.timed_out else CommError)(verdict.text)
             raised.missing = verdict.missing
             raised.reports = verdict.reports
@@ -235,10 +241,13 @@ class Link:
         except RuntimeError:
             pass  # without the store there will not be a new link either
 
-    def _find_out(self, what: str, late: bool, timeout: timedelta) -> _Verdict:
-        """The reason of the failure; the same on all ranks, as long as the store can be reached."""
+    def _find_out(self, what: str, saw: str, timeout: timedelta) -> _Verdict:
+        """The reason of the failure; the same on all ranks, as long as the store can be reached.
+
+        `saw` is what happened here: "timeout", "lost", or "failed" and why, if the cause is on this rank.
+        """
         seen: list[str | None] = [None] * len(self.ranks)
-        seen[self.index] = "timeout" if late else "lost"
+        seen[self.index] = saw
         conditions: dict[int, Condition] = {}
         deadline = time.monotonic() + _REPORTS_SECONDS
         store_lost = False
