@@ -298,6 +298,56 @@ def test_inference_mode_autocast_and_autograd_grad():
     run_ranks(2, check_no_grad_kinds)
 
 
+class RunInBackward(torch.autograd.Function):
+    """Multiplies gradients by the outputs of a model that runs in backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: nn.Module) -> Tensor:
+        ctx.model, ctx.x = model, x.detach()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        with torch.no_grad():
+            return grads[0] * ctx.model(ctx.x).sum(), None
+
+
+def check_only_in_backward(reshard_after_forward: bool | None) -> None:
+    """No other forward has prepared the model, nor tells it of what is written to it."""
+    torch.manual_seed(0)
+    reference = Model()
+    model = shard_blocks(copy.deepcopy(reference), reshard_after_forward=reshard_after_forward)
+    shards: list[Any] = list(model.parameters())  # state_dict() would have what is unsharded gathered again
+
+    def write(turn: int) -> None:
+        with torch.no_grad():
+            for p, q in zip(shards, reference.parameters(), strict=True):
+                if turn == 0:
+                    p.mul_(1.5), q.mul_(1.5)
+                elif q.dim() == 1:
+                    q[0] = 5  # which the first rank has
+                    if dist.get_rank() == 0:
+                        p.to_local()[0] = 5
+        if turn == 2:
+            new = {name: p + 1 for name, p in model.state_dict().items()}
+            model.load_state_dict(new, assign=True)
+            reference.load_state_dict({name: q + 1 for name, q in reference.state_dict().items()})
+
+    for turn in range(4):
+        found = []
+        for each in (model, reference):
+            x = next(batches(1))[0].requires_grad_()
+            RunInBackward.apply(x, each).sum().backward()
+            found.append(x.grad)
+        torch.testing.assert_close(*found)
+        write(turn)
+
+
+def test_a_model_that_runs_in_the_backward_of_another():
+    for reshard_after_forward in (None, True, False):
+        run_ranks(2, check_only_in_backward, reshard_after_forward)
+
+
 def check_many_steps_without_backward() -> None:
     """Evaluation in a loop, with gradients enabled by mistake, holds on to nothing."""
     model = shard_blocks(Model())

@@ -67,9 +67,10 @@ class _Planner:
 
     def forward(self, module: int, in_backward: bool, written: tuple[int, ...]) -> None:
         self.changes["outermost"] = module
-        if in_backward:
+        if not in_backward:
+            self.changes["entered"] = 0
+        elif self.state.in_backward:  # this model's, where it is computed again
             return
-        self.changes["entered"] = 0
         for unit in written:
             self._free(unit)
         self._follow()

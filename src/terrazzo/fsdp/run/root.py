@@ -161,24 +161,17 @@ class Root:
             with outside_transforms():
                 self.begin_forward(module)
             return
-        if in_backward():
+        inside = in_backward()
+        if inside and self._in_backward:  # computed again
             self._show_unsharded()
             self.advance((Event.FORWARD, module, True, ()))
             return
-        self._entered = []
-        if self._backward_ended:
-            self._backward_ended = False
-            self._ran.clear()
-        self._passing.clear()
-        if self._in_backward:
-            self.recover()
-        self.course = Course(self)
-        self.settle()
-        self._expect(self._orders.get(module, ()))
+        if not inside:  # or inside the backward of another computation, which may be all that ever runs this model
+            self._begin_step(module)
         where = self.state.where
         replaced = [unit.replaced() for unit in self.units]
         written = self._written(replaced)
-        self.advance((Event.FORWARD, module, False, written))
+        self.advance((Event.FORWARD, module, inside, written))
         try:
             for unit, found in zip(self.units, replaced, strict=True):
                 if unit.params and (found or where[unit.index] is Where.SHARDED or unit.index in written):
@@ -189,6 +182,18 @@ class Root:
             self.executor.reset(gradients=False)
             raise
         self._show_unsharded()
+
+    def _begin_step(self, module: int) -> None:
+        self._entered = []
+        if self._backward_ended:
+            self._backward_ended = False
+            self._ran.clear()
+        self._passing.clear()
+        if self._in_backward:
+            self.recover()
+        self.course = Course(self)
+        self.settle()
+        self._expect(self._orders.get(module, ()))
 
     def _show_unsharded(self) -> None:
         """Register the unsharded parameters of units that rest: they are about to be used."""
