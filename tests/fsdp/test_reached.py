@@ -43,6 +43,33 @@ class Heads(nn.Module):
         return [*found, *[head(h) for head in others], last(x)]
 
 
+class Again(nn.Sequential):
+    """A layer that computes itself again in backward."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class AgainReentrant(Again):
+    reentrant = True
+
+
+def heads_again(kind: type[Again]) -> nn.Module:
+    model = Heads((5, 9, 3))
+    for i in range(2):
+        model.heads[i] = kind(*model.heads[i])
+    return model
+
+
+class Segment(Heads):
+    """All heads are computed again together."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 class Experts(nn.Module):
     """All experts run on each rank, and each rank's rows use one; those of a second layer are used by all."""
 
@@ -81,6 +108,25 @@ def any_head(model: Any, x: Tensor, turn: int) -> Iterator[Tensor]:
     yield outputs[turn % len(outputs)].square().mean()
 
 
+def all_heads(model: Any, x: Tensor, turn: int) -> Iterator[Tensor]:
+    """All ranks' losses reach all heads, though most have no part in the result."""
+    outputs = model(x)
+    yield outputs[turn % len(outputs)].square().mean() + sum(0 * each.sum() for each in outputs)
+
+
+def slope_of_a_head(model: Any, x: Tensor, turn: int) -> Iterator[Tensor]:
+    x = x.clone().requires_grad_()
+    (loss,) = all_heads(model, x, turn)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    yield slope.square().mean()
+
+
+def one_of_two_forwards(model: Any, x: Tensor, turn: int) -> Iterator[Tensor]:
+    first, second = model(x), model(x * 2)
+    chosen, other = (first, second) if turn % 2 else (second, first)
+    yield chosen[turn % 2].square().mean() + 0 * other[0].sum()
+
+
 def two_losses(model: Any, x: Tensor, turn: int) -> Iterator[Tensor]:
     """One backward after the other, of which the second's loss reaches what the first one's does not."""
     outputs = model(x)
@@ -117,6 +163,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor, int], Ite
     "one of three heads of different sizes": (lambda: Heads((5, 9, 3)), any_head),
     "a frozen head": (frozen_head, any_head),
     "a head that is computed again": (lambda: Heads(recompute=True), any_head),
+    "heads that compute themselves again": (lambda: heads_again(Again), any_head),
+    "heads that compute themselves again with reentrance": (lambda: heads_again(AgainReentrant), any_head),
+    "a segment, all of which is reached": (Segment, all_heads),
+    "a slope, to which all heads belong": (lambda: Heads((5, 9, 3)), slope_of_a_head),
+    "one of two forwards, both of which are reached": (Heads, one_of_two_forwards),
     "two losses": (Heads, two_losses),
     "two forwards": (Heads, two_forwards),
     "gradients of parts": (lambda: Heads((5, 9, 3)), parts),
@@ -127,7 +178,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor, int], Ite
 
 def shard(model: Any, **options: Any) -> Any:
     for inner in model.modules():
-        if type(inner) is nn.Sequential:
+        if isinstance(inner, nn.Sequential):
             fully_shard(inner, **options)
     return fully_shard(model, **options)
 
