@@ -71,6 +71,35 @@ def check_layers(device):
         as_on_cpu(trained, device)
 
 
+def check_losses(device):
+    for loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.binary_cross_entropy_with_logits):
+        for reduction in ("mean", "sum", "none"):
+
+            def value(where, loss=loss, reduction=reduction):
+                x = draw(3, 4, device=where)
+                y = loss(x, draw(4, 3, device=where, grad=False).t().sigmoid(), reduction=reduction)
+                y.sum().backward()
+                return y, x.grad
+
+            as_on_cpu(value, device)
+
+
+def check_what_kernels_resize(device):
+    def many(where):
+        x = draw(4, 3, device=where, grad=False)
+        evaluated = nn.BatchNorm1d(3).to(where).eval()(x)
+        z = x.to(torch.complex64)
+        out = torch.empty(0, device=where)
+        torch.add(x, x, out=out)
+        both = torch.empty(0, device=where), torch.empty(0, dtype=torch.long, device=where)
+        return [
+            *(evaluated, out, torch.linalg.lstsq(x, x)[0], *torch.sort(x, out=both)),
+            *(z.conj().resolve_conj(), z.conj() + 1, z.conj() @ z.mT, z.imag.neg(), torch.fft.hfft(x)),
+        ]
+
+    as_on_cpu(many, device)
+
+
 def check_embeddings(device):
     for make in (nn.Embedding, nn.EmbeddingBag):
 
@@ -163,7 +192,8 @@ def check_errors_are_those_of_the_cpu(device):
 
 def test_layers_and_operations_are_those_of_the_cpu():
     run_late(
-        1, check_layers, check_embeddings, check_attention, check_operations, check_randomness,
+        1, check_layers, check_losses, check_what_kernels_resize, check_embeddings, check_attention, check_operations,
+        check_randomness,
         check_errors_are_those_of_the_cpu, modes=("eager", "needed"),
     )  # fmt: skip
 

@@ -82,7 +82,7 @@ def check_saving(device):
 
 def check_saving_through_buffers(device):
     """A tensor that is larger than a buffer is copied through two of them in turn."""
-    save(device, device, None, size=6_000_000)
+    save(device, device, None, size=3_000_000)
 
 
 def check_saving_from_another_device(device):

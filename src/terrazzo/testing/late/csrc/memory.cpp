@@ -107,7 +107,7 @@ void install_handler() {
   if (now.sa_sigaction == on_fault) return;
   struct sigaction ours = {};
   ours.sa_sigaction = on_fault;
-  ours.sa_flags = SA_SIGINFO | SA_NODEFER;
+  ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;  // a stack that has overflown cannot be used
   sigaction(SIGSEGV, &ours, &handler_before);
 }
 

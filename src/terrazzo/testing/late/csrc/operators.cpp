@@ -226,6 +226,13 @@ void run_kernel(const c10::OperatorHandle& op, const Signature& s, Stack& values
   op.callBoxed(values);
 }
 
+void put(const Tensor& result, Tensor& target) {
+  // CPU kernels leave out statistics that nobody needs; on the device they have sizes, and no meaning.
+  if (result.numel() == 0) return;
+  TORCH_CHECK(target.sizes() == result.sizes(), "the result has sizes ", result.sizes(), ", but its meta kernel said ", target.sizes());
+  target.copy_(result);
+}
+
 c10::Device device_of(const c10::OperatorHandle& op, const Stack& arguments, const Signature& s) {
   std::optional<c10::Device> device;
   auto refuse = [&](const Tensor& tensor) {
@@ -292,10 +299,17 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
 
   Accesses accesses;
   Stack values;  // the arguments, for the kernel
+  // Kernels may resize what is passed as `out=`, which an alias does not allow: they get a tensor of their own.
+  std::vector<Tensor> outs, out_targets, out_results;
   for (size_t i = 0; i < count; i++) {
     if (arguments[i].isDevice()) values.push_back(c10::Device(c10::kCPU));
     else if ((int)i == s.generator) values.push_back(IValue());
-    else values.push_back(mapped(arguments[i], [&](const Tensor& tensor) {
+    else if (s.is_out[i] && arguments[i].isTensor() && is_late(arguments[i].toTensor())) {
+      outs.push_back(arguments[i].toTensor());
+      if (!waits) accesses.write(outs.back()), out_targets.push_back(for_tasks(outs.back()));
+      out_results.push_back(at::detail::empty_cpu({0}, outs.back().scalar_type()));
+      values.push_back(out_results.back());
+    } else values.push_back(mapped(arguments[i], [&](const Tensor& tensor) {
       // What the host has may change before the task runs: CUDA passes numbers by value.
       if (!is_late(tensor)) return waits || tensor.unsafeGetTensorImpl()->is_wrapped_number() ? tensor : tensor.detach().clone();
       if (!s.is_out[i]) accesses.read(tensor);
@@ -323,15 +337,14 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
         return made;
       }));
     }
-    launch(stream, name, accesses, [op, &s, values, targets, seed]() mutable {
+    launch(stream, name, accesses, [op, &s, values, targets, out_targets, out_results, seed]() mutable {
       run_kernel(op, s, values, seed);
+      for (size_t i = 0; i < out_targets.size(); i++) put(out_results[i], out_targets[i]);
       if (targets.empty()) return;
       size_t k = 0;
       for (auto& value : values)
         each_tensor(value, [&](const Tensor& result) {
-          if (k >= targets.size()) return;
-          TORCH_CHECK(targets[k].sizes() == result.sizes(), "the result has sizes ", result.sizes(), ", but its meta kernel said ", targets[k].sizes());
-          targets[k++].copy_(result);
+          if (k < targets.size()) put(result, targets[k++]);
         });
     });
   } else {
@@ -347,14 +360,21 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     });
     synchronize(stream);
     if (*error) std::rethrow_exception(*error);
+    auto put_later = [&](const Tensor& result, const Tensor& target) {
+      if (result.numel() == 0) return;
+      Accesses written;
+      written.write(target);
+      launch(stream, name, written, [result, to = for_tasks(target)]() mutable { to.copy_(result); });
+    };
+    for (size_t i = 0; i < outs.size(); i++) {
+      if (outs[i].sizes() != out_results[i].sizes()) set_sizes(outs[i], out_results[i].sizes(), out_results[i].strides());
+      put_later(out_results[i], outs[i]);
+    }
     for (size_t k = 0; k < s.returned.size(); k++) {
       if (s.returned[k] >= 0) results.push_back(arguments[s.returned[k]]);
       else results.push_back(mapped((*given)[k], [&](const Tensor& result) {
         Tensor made = empty_like_meta(result);
-        if (result.numel() == 0) return made;
-        Accesses written;
-        written.write(made);
-        launch(stream, name, written, [result, to = for_tasks(made)]() mutable { to.copy_(result); });
+        put_later(result, made);
         return made;
       }));
     }
