@@ -59,7 +59,7 @@ def races() -> list[Race]:
 
 
 def host_waits() -> int:
-    """How often the host has waited for the device so far, by whatever call."""
+    """How often the host has waited so far for what was not done yet, by whatever call."""
     init()
     return int(build.load().host_waits())
 

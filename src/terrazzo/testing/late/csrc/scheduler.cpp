@@ -334,6 +334,15 @@ void wait(c10::Stream stream, const RecordingPtr& recording, bool counts) {
 
 // ---- the host waits
 
+static void reach(const RecordingPtr& recording) {
+  WithoutGil now;
+  Lock lock(lock_);
+  last_activity = now_ms();
+  run_until(lock, [&] { return recording->done; }, streams[recording->stream].get());
+  host_learns(recording->clock);
+  raise_failure(lock);
+}
+
 bool query(const RecordingPtr& recording, int& queries) {
   if (!recording) return true;
   {
@@ -346,7 +355,7 @@ bool query(const RecordingPtr& recording, int& queries) {
     if (++queries <= config.queries) return false;
     queries = 0;
   }
-  synchronize(recording);
+  reach(recording);  // not a wait of the program, which only asked
   return true;
 }
 
@@ -367,13 +376,11 @@ bool query(c10::Stream stream) {
 
 void synchronize(const RecordingPtr& recording) {
   if (!recording) return;
-  WithoutGil now;
-  Lock lock(lock_);
-  last_activity = now_ms();
-  waits++;
-  run_until(lock, [&] { return recording->done; }, streams[recording->stream].get());
-  host_learns(recording->clock);
-  raise_failure(lock);
+  {
+    Lock lock(lock_);
+    waits += !recording->done;
+  }
+  reach(recording);
 }
 
 bool synchronize_within(const RecordingPtr& recording, int64_t limit_ms) {
