@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -217,6 +218,24 @@ def test_who_imported_before_is_named(monkeypatch):
     with pytest.warns(InstallWarning, match=r"an_early_library: fully_shard.*terrazzo run"):
         terrazzo.install()
     terrazzo.uninstall()
+
+
+@pytest.mark.filterwarnings("ignore::terrazzo.integrations.installing.InstallWarning")  # of other tests' modules
+def test_a_name_that_is_patched_for_a_while_is_terrazzos_again():
+    theirs = torch.distributed.tensor.distribute_tensor
+    terrazzo.install()
+    try:
+        for _ in range(2):
+            with mock.patch("torch.distributed.tensor.distribute_tensor") as patched:
+                assert torch.distributed.tensor.distribute_tensor is patched
+            assert torch.distributed.tensor.distribute_tensor is terrazzo.tensor.distribute_tensor
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch.distributed.tensor.distribute_tensor", 1)
+            assert torch.distributed.tensor.distribute_tensor == 1
+        assert torch.distributed.tensor.distribute_tensor is terrazzo.tensor.distribute_tensor
+    finally:
+        terrazzo.uninstall()
+    assert torch.distributed.tensor.distribute_tensor is theirs
 
 
 @pytest.mark.long

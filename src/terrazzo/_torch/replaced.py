@@ -129,10 +129,13 @@ def _showing(kind: type[types.ModuleType], entries: dict[str, Replacement]) -> t
             return kind.__getattribute__(self, name)
 
         def __setattr__(self, name: str, value: Any) -> None:
-            """Whoever sets a name wants it used, by PyTorch's code too; setting the former value undoes that."""
+            """Whoever sets a name wants it used, by PyTorch's code too; setting the former value undoes that.
+
+            The former value is what the module shows, or what is in its `__dict__`, where `unittest.mock` looks.
+            """
             entry = entries.get(name)
-            if entry is not None and value is entry.new:
-                shown[name], value = value, entry.old
+            if entry is not None and (value is entry.new or value is entry.old):
+                shown[name], value = entry.new, entry.old
             else:
                 shown.pop(name, None)
             kind.__setattr__(self, name, value)
