@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import _thread
+import copy
 import importlib
+import io
+import operator
 import os
+import pickle
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -22,7 +28,7 @@ import terrazzo.checkpoint
 import terrazzo.fsdp
 import terrazzo.tensor
 from engine.runs import config, make_model
-from ranks import run_ranks
+from ranks import run_fresh, run_ranks
 from terrazzo.engine import initialize
 from terrazzo.errors import EngineConfigError
 from terrazzo.integrations.installing import MODULES, InstallWarning
@@ -218,6 +224,78 @@ def test_who_imported_before_is_named(monkeypatch):
     with pytest.warns(InstallWarning, match=r"an_early_library: fully_shard.*terrazzo run"):
         terrazzo.install()
     terrazzo.uninstall()
+
+
+def saved(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def check_objects_of_pytorch() -> None:
+    """What a program made with PyTorch's classes before works on; nothing has been computed with it yet."""
+    from torch.distributed import tensor as theirs
+    from torch.distributed.checkpoint._traverse import traverse_state_dict
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    kind, place = theirs.DTensor, theirs.Shard
+    own = kind.from_local(torch.arange(4.0), dist.init_device_mesh("cpu", (1,)), [place(0)])
+    objects = [place(1), theirs.Replicate(), theirs.Partial(), place, kind, MetadataIndex("w"), own._spec]
+    pickled = [[pickle.dumps(value, protocol) for value in objects] for protocol in range(2, 6)]
+    before = saved({"own": own})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InstallWarning)
+        terrazzo.install()
+    try:
+        for result in (own * 2, torch.ops.aten.mul(own, 2), own.clone() * 2, copy.deepcopy(own) * 2):
+            assert type(result) is kind and result.to_local().tolist() == [0, 2, 4, 6]
+        assert type(torch.linalg.vector_norm(own)) is kind
+        # Pickle in C, called from here, and pickle in Python.
+        for dumps, loads in ((pickle.dumps, pickle.loads), (pickle._dumps, pickle._loads)):
+            for protocol, files in enumerate(pickled, 2):
+                for value, file in zip(objects, files, strict=True):
+                    assert b"terrazzo" not in dumps(value, protocol)
+                    assert loads(file) == value == loads(dumps(value, protocol)), value
+                    assert type(loads(file)) is type(value)
+            # A function that stands for PyTorch's under PyTorch's name is pickled under it.
+            shown = sys.modules["torch.distributed.checkpoint._traverse"].traverse_state_dict
+            assert shown is not traverse_state_dict and loads(dumps(shown)) is shown
+        under = saved({"own": own})
+        for file in (before, under):
+            for only in (True, False):
+                loaded = torch.load(io.BytesIO(file), weights_only=only)["own"]
+                assert type(loaded) is kind and type(loaded.placements[0]) is place
+                assert loaded.full_tensor().tolist() == [0, 1, 2, 3]
+        # Who asks by name still gets terrazzo's.
+        from torch.distributed.tensor import Shard
+
+        ours = {terrazzo.tensor.DTensor}
+        assert Shard is terrazzo.tensor.Shard
+        assert {theirs.DTensor, getattr(theirs, "DTensor")} == ours  # noqa: B009  # another instruction
+        assert {operator.attrgetter("DTensor")(theirs), __import__(theirs.__name__, fromlist=["a"]).DTensor} == ours
+        nameless = {}
+        exec(
+            "import torch.distributed.tensor as t; from torch.distributed.tensor import DTensor; u = t.DTensor",
+            nameless,
+        )
+        assert {nameless["DTensor"], nameless["u"]} == ours
+        # PyTorch's C++ in a thread of its own, where no Python runs.
+        found: list[object] = []
+        _thread.start_new_thread(found.extend, (map(operator.attrgetter("DTensor"), [theirs]),))
+        for _ in range(3000):
+            if not found:
+                time.sleep(0.01)
+        assert found == [kind]
+    finally:
+        terrazzo.uninstall()
+    assert b"terrazzo" not in under
+    loaded = torch.load(io.BytesIO(under), weights_only=True)["own"]
+    assert type(loaded * 2) is kind and loaded.full_tensor().tolist() == [0, 1, 2, 3]
+
+
+def test_objects_of_pytorch_work_and_are_pickled_as_ever():
+    (outcome,) = run_fresh(1, check_objects_of_pytorch)
+    assert outcome.ok, outcome
 
 
 @pytest.mark.filterwarnings("ignore::terrazzo.integrations.installing.InstallWarning")  # of other tests' modules

@@ -2,7 +2,8 @@
 
 PyTorch's code is not changed: its functions read their module's globals, which stay as they are. What changes is the
 class of the module object, so that `from torch.distributed.tensor import DTensor` and `module.DTensor` give the other
-object, except to PyTorch's own code for distributed tensors, `fully_shard` and checkpoints.
+object, except to PyTorch's own code for distributed tensors, `fully_shard` and checkpoints, in Python and in C++, and
+to `pickle`: PyTorch's objects are saved and loaded as ever, and their files name PyTorch's classes.
 
 Code that needs PyTorch's own objects for a moment, such as pickling its classes, uses `originals()`.
 """
@@ -16,11 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
-
-import torch
-
-from terrazzo._torch.dispatching import without_subclass_functions
-from terrazzo._torch.tensors import make_wrapper
 
 # The beginnings of the names of PyTorch's modules that see their own objects.
 HOMES: Final = (
@@ -49,29 +45,11 @@ _classes: list[tuple[types.ModuleType, type[types.ModuleType]]] = []  # what mod
 _thread = threading.local()
 
 
-class _Probe(torch.Tensor):
-    """A tensor subclass whose dispatch does nothing."""
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch names the arguments loosely
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return None
-
-
-def _let_torch_find_its_own() -> None:
-    """Dispatch once: PyTorch's C++ then looks its DTensor up in its module, and keeps the original class."""
-    probe = make_wrapper(_Probe, (1,))
-    with without_subclass_functions():
-        torch.zeros_like(probe)
-
-
 def replace(replacements: Sequence[Replacement]) -> None:
     """Replace names, until `restore`."""
     global _done
     with _lock:
         restore()
-        _let_torch_find_its_own()
         _done = tuple(replacements)
         modules: dict[types.ModuleType, dict[str, Replacement]] = {}
         for entry in _done:
@@ -116,17 +94,44 @@ def originals(on: bool = True) -> Iterator[None]:
         _thread.originals = before
 
 
+def _instruction() -> tuple[types.CodeType | None, int, str]:
+    """The instruction that reads an attribute of a module, as code and offset, and the name of its module.
+
+    C code that imports a module and takes a name from it, or from a module in it, does so in one instruction of
+    Python, and the import reads `__spec__` first, to see whether it is done. So do `pickle`, which must find the
+    object that it saves under a name, or the class that a file names, and PyTorch's C++, which looks for its own
+    classes. Import statements are followed by other instructions, and `getattr` reads one attribute.
+    """
+    try:
+        frame = sys._getframe(2)
+    except ValueError:  # a thread that runs no Python, such as one of autograd's
+        return None, 0, ""
+    return frame.f_code, frame.f_lasti, frame.f_globals.get("__name__") or ""
+
+
+def _is_of_torch(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or "").startswith("torch.")
+
+
 def _showing(kind: type[types.ModuleType], entries: dict[str, Replacement]) -> type[types.ModuleType]:
     """A class for a module that shows other objects under some names."""
     shown = {name: entry.new for name, entry in entries.items()}
+    # Functions that stand for PyTorch's under PyTorch's own names are pickled by these, like PyTorch's.
+    elsewhere = {name for name, new in shown.items() if not _is_of_torch(new)}
 
     class Module(kind):  # type: ignore[misc, valid-type]  # a class made at run time
         def __getattribute__(self, name: str) -> Any:
+            code, at, caller = _instruction()
+            in_c = code is None or getattr(_thread, "imported", None) == (self, code, at)
+            _thread.imported = (self, code, at) if name == "__spec__" else None
             if name in shown and not getattr(_thread, "originals", False):
-                caller = sys._getframe(1).f_globals.get("__name__") or ""
-                if not f"{caller}.".startswith(HOMES):
+                own = (in_c or caller == "pickle") and name in elsewhere
+                if not own and not f"{caller}.".startswith(HOMES):
                     return shown[name]
-            return kind.__getattribute__(self, name)
+            value = kind.__getattribute__(self, name)
+            if in_c and isinstance(value, types.ModuleType):
+                _thread.imported = value, code, at
+            return value
 
         def __setattr__(self, name: str, value: Any) -> None:
             """Whoever sets a name wants it used, by PyTorch's code too; setting the former value undoes that.
