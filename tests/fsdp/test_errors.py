@@ -19,6 +19,7 @@ from ranks import run_fresh, run_ranks
 from terrazzo._torch.storages import HAS_ACCESS_ERRORS
 from terrazzo.errors import DivergedRanksError, DTensorArgumentError, FSDPError, FSDPValueError
 from terrazzo.fsdp import fully_shard
+from terrazzo.fsdp.group import group_of
 from terrazzo.tensor import Shard, init_device_mesh
 
 
@@ -304,6 +305,34 @@ def test_a_rank_that_does_not_come_is_named():
     assert first.ok and second.ok, (first, second)
     assert "rank 1 is not in a collective of this model" in first.value
     assert "rank 0 was at event" in first.value and "unshard Model" in first.value
+
+
+def check_forward_alone() -> str:
+    """Nothing has to be gathered for it."""
+    model = shard_blocks(Model(), reshard_after_forward=False)
+    x, y = next(batches(1))
+    loss_of(model, mine(x), mine(y)).backward()
+    loss = loss_of(model, mine(x), mine(y))
+    limit_waiting(None, group_of(model).root.watch._beside.group)
+    with pytest.raises(DivergedRanksError) as caught:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                model(x)
+        loss.backward()
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:  # which has the store, of which the other asks as well
+        store.wait(["rank 1 was told"], timedelta(minutes=5))
+    else:
+        store.set("rank 1 was told", "")
+    return str(caught.value)
+
+
+def test_a_rank_that_alone_begins_a_forward_is_named():
+    for outcome in run_fresh(2, check_forward_alone):
+        assert outcome.ok, outcome
+        first, second = (line for line in outcome.value.splitlines() if "was at event" in line)
+        assert "rank 0" in first and first.endswith("then begin a forward, or unshard()")
+        assert "rank 1" in second and "then reduce" in second and "begin" not in second
 
 
 def check_absent_from_a_grid() -> str:

@@ -100,6 +100,7 @@ class Watch:
         self._in_part = 0  # events since the last comparison
         self._checksum = 0  # of the events since the last comparison
         self._comparing: deque[_Comparing] = deque()
+        self._asks = False  # the other ranks what they have written
         self.has_agreed = self._axis is None  # whether a comparison has found no difference yet
 
     def note(self, unit: Named, what: str) -> None:
@@ -191,12 +192,15 @@ class Watch:
         if self._beside is None:
             return flags
         found = torch.tensor(flags, dtype=torch.uint8)
+        self._asks = True
         try:
             work = wire.all_reduce(self._beside, found, "max")
             if work is not None:
                 work.wait()
         except RuntimeError as error:
             raise self.explain(CommError(str(error))) from error
+        finally:
+            self._asks = False
         return [bool(flag) for flag in found.tolist()]
 
     def forget(self) -> None:
@@ -226,7 +230,10 @@ class Watch:
 
     def _positions(self, here: int) -> dict[int, _Position | None]:
         """The positions of all ranks; None for ranks that do not report theirs in time."""
-        mine = _Position(self._count, [f"{what} {unit.name}" for what, unit in list(self._log)[-_SHOWN:]])
+        last = [f"{what} {unit.name}" for what, unit in list(self._log)[-_SHOWN:]]
+        if self._asks:
+            last.append("begin a forward, or unshard()")
+        mine = _Position(self._count, last)
         answers = _answers("position", here, self._ranks, msgspec.json.encode(mine))
         return {
             rank: None if answer is None else msgspec.json.decode(answer, type=_Position)
