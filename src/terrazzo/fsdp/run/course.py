@@ -4,6 +4,9 @@ Gathers and reductions are collectives, so ranks must start the same ones in the
 reach different modules: rank 0's one head and rank 1's another, or some experts. Autograd runs backward in the order
 opposite to that of forward, so hooks, where they run, run in the order of the course. A rank whose loss skips a group
 does what belongs to it when the next hook runs, or at the end: it gathers the group for the others, and reduces zeros.
+
+It does not know what is entered in other orders: several units that one checkpoint computes again, units in a forward
+without a graph (a checkpoint with reentrance), and backward through a backward. There losses must reach the same units.
 """
 
 from __future__ import annotations
