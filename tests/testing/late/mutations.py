@@ -80,15 +80,21 @@ MUTATIONS = (
     _plan("record packed"),
     _plan("record reduced"),
     _plan("record finished"),
+    _plan("record handed over", sharding.check_accumulation_in_shards),
     _plan("record all-reduced", sharding.check_replicas, world=4, superfluous=_SAME_STREAM),
     # ---- what runs the plan
     Mutation(
-        f"{_FSDP}.run.streams:Streams._queued",
+        f"{_FSDP}.run.streams:Streams.mark_of",
         sharding.check_plain,
-        "event.record(self._device.current_stream())",
+        "event.record(self._device.current_stream() if stream is None else stream)",
         "pass",
     ),
-    Mutation(f"{_FSDP}.run.streams:Streams._queued", sharding.check_plain, "self._marks[WRITTEN] = event", "pass"),
+    Mutation(
+        f"{_FSDP}.run.streams:Streams._queued",
+        sharding.check_plain,
+        "self._marks[WRITTEN] = self.mark_of() if event is None else event",
+        "pass",
+    ),
     Mutation(
         f"{_FSDP}.run.gradients:Gradients._note_reached",
         _REACHED,
@@ -161,7 +167,7 @@ MUTATIONS = (
     Mutation(
         f"{_FSDP}.run.streams:Streams.follow",
         sharding.check_writes_to_unsharded_parameters,
-        "self._beside[Stream.GATHER].wait_event(event)",
+        "self._beside[Stream.GATHER].wait_event(self.mark_of())",
         "pass",
     ),
     Mutation(
@@ -241,7 +247,18 @@ MUTATIONS = (
     ),
     Mutation(f"{_SAVE}.run.device_copies:copy_from_devices", saving.check_managers, "accelerator.wait(device)", "pass"),
     Mutation(f"{_SAVE}.native.pump:_arrived", saving.check_saving, "event.synchronize()", "pass"),
-    Mutation(f"{_SAVE}.native.pump:Pump._through_buffers", saving.check_saving, "event.record()", "pass"),
+    Mutation(
+        f"{_SAVE}.native.pump:Pump._through_buffers",
+        saving.check_saving,
+        "torch.accelerator.current_stream(tensor.device).record_event() if on_device else None",
+        "None",
+    ),
+    Mutation(
+        f"{_SAVE}.native.pump:Pump._through_buffers",
+        saving.check_saving_from_another_device,
+        "torch.accelerator.current_stream(tensor.device).record_event()",
+        "torch.accelerator.current_stream().record_event()",
+    ),
     Mutation(
         f"{_SAVE}.native.pump:Pump._through_buffers",
         saving.check_saving_through_buffers,
@@ -257,7 +274,7 @@ MUTATIONS = (
 def mutate(mutation: Mutation) -> None:
     """Change the code of this process."""
     if not mutation.old:
-        _mutate_plan(*mutation.what.split())
+        _mutate_plan(*mutation.what.split(" ", 1 if mutation.what.startswith("record ") else 2))
         return
     module, _, path = mutation.what.partition(":")
     function: Any = sys.modules[module] if module in sys.modules else __import__(module, fromlist=["_"])
@@ -347,7 +364,11 @@ def main() -> None:
             if ended:
                 wrong.append(f"{mutation.check.__name__} fails without a mutation: {ended}")
             unchanged[key] = values
-        ended, values = outcome_of(mutation, *key)
+        try:
+            ended, values = outcome_of(mutation, *key)
+        except LookupError as error:
+            wrong.append(str(error).strip().splitlines()[-1])
+            continue
         if not ended and not same(values, unchanged[key]):
             ended = "other values"
         if bool(ended) == bool(mutation.superfluous):
