@@ -315,7 +315,6 @@ def check_a_step_without_waits(device):
     assert counts[1:] == [0, 0], counts
 
 
-@pytest.mark.xfail(strict=True, reason="where a parameter has no gradient, the host waits for the device")
 def test_a_step_of_fully_shard_does_not_wait_for_the_device():
     run_late(2, check_a_step_without_waits)
 
