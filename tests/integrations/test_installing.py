@@ -338,7 +338,7 @@ def test_started_by_the_command_and_by_the_variable(tmp_path):
     )
     for value, expected in (
         ("1", ["False False", "True", "terrazzo.fsdp.api"]),
-        ("0", ["False False", "False", "torch.distributed.fsdp._fully_shard._fully_shard"]),
+        ("0", ["False False", "False", torch.distributed.fsdp.fully_shard.__module__]),
     ):
         environment["TERRAZZO_INSTALL"] = value
         done = subprocess.run(
