@@ -137,7 +137,9 @@ def test_serving_until_interrupted(paths, tmp_path):
     pytest.importorskip("plotly")
     command = [sys.executable, "-m", "terrazzo", "view", str(paths[0]), "--serve"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+    signal.signal(signal.SIGINT, before)
     try:
         line = process.stdout.readline()
         url = next(word for word in line.split() if word.startswith("http://127.0.0.1:"))
