@@ -328,7 +328,7 @@ def test_like_torchs_own_functions(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
-    """A file of 160 MB passes through; the peak of resident memory rises by far less."""
+    """A file of 160 MB passes through; the peak of resident memory rises by a few tensors (5 MB) and a piece."""
     program = """
 import sys, torch
 from terrazzo.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
@@ -346,7 +346,7 @@ torch_save_to_dcp(f"{folder}/a.pt", f"{folder}/dcp")
 dcp_to_torch_save(f"{folder}/dcp", f"{folder}/b.pt")
 print(peak() - before)
 """
-    tensors = {f"t{i}": torch.full((5 << 20,), float(i)) for i in range(8)}
+    tensors = {f"t{i}": torch.full((5 << 18,), float(i)) for i in range(32)}
     torch.save(tensors, tmp_path / "a.pt")
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
