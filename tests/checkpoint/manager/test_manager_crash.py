@@ -76,8 +76,8 @@ def check(root: Path, trial: dict) -> str:
 def test_a_rank_is_killed(tmp_path: Path, every: int) -> None:
     trials = run_lab(tmp_path, every, "one")
     assert {trial["victim"] for trial in trials} == {0, 1}
-    # How many operations there are depends on the threads' timing, so some victims end before theirs.
-    assert sum(-signal.SIGKILL in trial["ends"] for trial in trials) >= len(trials) * 0.9 - 2
+    # Four operations are done by the rank that comes first, so the last four of either may be the other's.
+    assert sum(-signal.SIGKILL in trial["ends"] for trial in trials) >= len(trials) - 8 // every
     found = {check(tmp_path / trial["name"], trial) for trial in trials}
     # Deaths before the commit, and after the removal.
     assert {"[1, 2] latest global_step2", "[2, 3] latest global_step3"} <= found, found
