@@ -277,6 +277,20 @@ def large_metadata(path: Path) -> None:
         file.truncate(3 << 30)
 
 
+def large_manifest(path: Path) -> None:
+    path.mkdir()
+    with (path / MANIFEST).open("wb") as file:
+        file.truncate(8 << 30)
+
+
+def large_marker(path: Path) -> None:
+    """A checkpoint of terrazzo, and where `install()` leaves a line, 8 GB."""
+    save({"w": torch.ones(4)}, checkpoint_id=path, no_dist=True)
+    with (path / ".metadata").open("wb") as file:
+        file.truncate(8 << 30)
+    os.utime(path / ".metadata", (0, 0))
+
+
 def planner_data(path: Path, change: Callable[[Any], Any]) -> None:
     import torch.distributed.checkpoint as dcp
 
@@ -325,6 +339,8 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "config of 3 GB": lambda path: safetensors(path, config=3 << 30),
     "deep config": lambda path: safetensors(path, config="[" * 100_000),
     "metadata of 3 GB": large_metadata,
+    "manifest of 8 GB": large_manifest,
+    "marker of 8 GB": large_marker,
     "pickled name is no text": lambda path: torch.save({NO_TEXT: torch.ones(4), "x": NO_TEXT}, path),
     "link to itself": lambda path: path.symlink_to(path),
     "data linked to itself": data_linked_to_itself,

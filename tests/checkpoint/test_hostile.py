@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,21 @@ from typer.testing import CliRunner
 
 import terrazzo
 from checkpoint.formats.deepspeed.made import FROZEN, SHAPES, state_of
-from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, load, save, verify
-from terrazzo.checkpoint.formats import detect
+from checkpoint.fuzz import bounded
+from terrazzo.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    load,
+    save,
+    verify,
+)
+from terrazzo.checkpoint.formats import DCPWriter, HuggingFaceWriter, detect
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.formats.pickle_check import checked_pickle
 from terrazzo.checkpoint.formats.unpickle import load_tree, loads
+from terrazzo.checkpoint.manager.records import KEPT, read_reasons
 from terrazzo.checkpoint.metadata import MetadataIndex
 from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.planner import SavePlan
@@ -41,11 +52,13 @@ from terrazzo.cli import app
 from terrazzo.errors import (
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointExistsError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     TerrazzoError,
     UnsupportedValueError,
 )
+from terrazzo.publish import Publisher, Receiver
 
 STOP = b"."
 
@@ -276,6 +289,67 @@ def test_the_folder_of_a_run_is_its_latest_checkpoint(tmp_path: Path) -> None:
     assert result.exit_code == 0 and torch.load(tmp_path / "x.pt")["tag"] == " two "
     result = CliRunner().invoke(app, ["convert", str(tmp_path), str(tmp_path / "x.pt"), "--to", "torch_save"])
     assert result.exit_code == 2 and "--overwrite" in result.output and "overwrite=True" not in result.output
+
+
+def of_8_gb(path: Path) -> Path:
+    """Make a file of zeros, which uses nothing of the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(8 << 30)
+    return path
+
+
+def hugging_face(folder: Path) -> None:
+    save({"w": torch.ones(2)}, storage_writer=HuggingFaceWriter(folder), no_dist=True)
+
+
+LARGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "load": ("manifest.terrazzo", lambda path: load({"w": torch.ones(2)}, checkpoint_id=path)),
+    "save": ("manifest.terrazzo", lambda path: save({"w": torch.ones(2)}, checkpoint_id=path)),
+    "base": (
+        "base/manifest.terrazzo",
+        lambda path: save({"w": torch.ones(2)}, checkpoint_id=path / "new", base=path / "base"),
+    ),
+    "manager": ("global_step7/manifest.terrazzo", lambda path: CheckpointManager(path).latest_step()),
+    "save as DCP": (".metadata", lambda path: save({"w": torch.ones(2)}, storage_writer=DCPWriter(path), no_dist=True)),
+    "save as Hugging Face": ("model.safetensors.index.json", hugging_face),
+    "mark of Hugging Face": (".model.safetensors.saving", hugging_face),
+    "run": ("run.id", lambda path: CheckpointManager(path, local=path / "local")),
+    "publish": ("published.json", lambda path: Publisher(path, {"w": torch.ones(2)})),
+    "receive": ("published.json", lambda path: Receiver(path, {"w": torch.ones(2)}).poll()),
+}
+
+
+@pytest.mark.parametrize(("name", "use"), LARGE.values(), ids=LARGE.keys())
+def test_a_file_that_is_read_whole_has_a_bounded_size(name: str, use: Callable[[Path], Any], tmp_path: Path) -> None:
+    file = of_8_gb(tmp_path / "place" / name)
+    said = rf"{file} has {8 << 30} bytes, more than the [0-9]{{9,10}} "
+    with bounded(), pytest.raises(TerrazzoError, match=said):
+        use(tmp_path / "place")
+    assert file.stat().st_size == 8 << 30
+
+
+def test_what_says_why_steps_are_kept_is_not_read_if_it_is_large(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, keep=1) as manager:
+        manager.save(1, {"w": torch.ones(2)})
+    of_8_gb(tmp_path / KEPT)
+    with bounded():
+        assert read_reasons(Place(tmp_path)) == {}
+
+
+@pytest.mark.parametrize("to", ["native", "dcp", "huggingface", "deepspeed", "torch_save", "safetensors"])
+def test_a_folder_that_is_a_file(to: str, tmp_path: Path) -> None:
+    state = state_of(SHAPES, FROZEN, stage=2) if to == "deepspeed" else {"w": torch.ones(2)}
+    save(state, checkpoint_id=tmp_path / "from", no_dist=True)
+    (tmp_path / "file").write_text("mine")
+    folders = to not in ("torch_save", "safetensors")
+    for name in (*(["file"] if folders else []), "file/below", "file/a/b"):
+        for overwrite in (False, True):
+            with pytest.raises(CheckpointExistsError, match=f"{tmp_path / 'file'} .*another name, or remove"):
+                convert(tmp_path / "from", tmp_path / name, to, overwrite=overwrite)
+    with pytest.raises(CheckpointExistsError, match="another name, or remove"):
+        save(state, checkpoint_id=tmp_path / "file" / "below", no_dist=True)
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 # ------------------------------------------------------------------ the terminal

@@ -28,7 +28,7 @@ from terrazzo.checkpoint.manager.records import Catalog
 from terrazzo.checkpoint.manager.removing import remove, take_to_read
 from terrazzo.checkpoint.native.cleaning import read_manifest
 from terrazzo.checkpoint.native.names import name_of_step
-from terrazzo.checkpoint.stores import ABSENT, Absent, Place, Store
+from terrazzo.checkpoint.stores import ABSENT, SMALL, Absent, Place, Store
 from terrazzo.checkpoint.stores import Version as StoredVersion
 from terrazzo.checkpoint.stores.local import LOCK, TEMPORARY
 from terrazzo.errors import (
@@ -141,7 +141,7 @@ class Versions:
     def read(self) -> Published:
         """The list as it is now."""
         try:
-            data, self._mark = self._catalog.root.store.get(LIST)
+            data, self._mark = self._catalog.root.store.get(LIST, SMALL)
         except (FileNotFoundError, NotADirectoryError):
             self._mark = ABSENT
             return Published()
@@ -169,7 +169,7 @@ class Versions:
             ) from error
         except OSError:  # which it may raise after it took effect: its reply was lost, or its last part failed
             with suppress(OSError):
-                present, mark = store.get(LIST)
+                present, mark = store.get(LIST, SMALL)
                 if present == data:
                     self._mark = mark
                     return

@@ -21,6 +21,7 @@ from terrazzo.checkpoint.manager import KeepLast, KeepUntilCopied, SaveEvery
 from terrazzo.checkpoint.manager.peers import Address, PeerServer, PeerStore
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Request
 from terrazzo.errors import (
+    CheckpointCorruptError,
     CheckpointException,
     CheckpointExistsError,
     CheckpointFormatError,
@@ -215,6 +216,8 @@ def test_a_peer_is_a_store(tmp_path: Path):
     assert peer.beneath("global_step2").adopt_from("global_step1", "data-1", "data-2") == "data-2"
     with pytest.raises(FileNotFoundError):
         step.get("absent")
+    with pytest.raises(CheckpointCorruptError, match="data-1 has 9000000 bytes, more than the 8999999 "):
+        step.get("data-1", 8_999_999)
     with pytest.raises(OSError, match="ends"):
         list(step.read([Request("latest", 0, [memoryview(bytearray(5))])]))
     step.delete(["data-1", "latest", "absent"])

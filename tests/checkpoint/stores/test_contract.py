@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from terrazzo.checkpoint import load, save
 from terrazzo.checkpoint.stores import ABSENT, LocalStore, MemoryStore, Place, Request, Store
 from terrazzo.checkpoint.stores.fsspec_store import FsspecStore
 from terrazzo.checkpoint.stores.object_store import ObjectStore
-from terrazzo.errors import ConflictError
+from terrazzo.errors import CheckpointCorruptError, ConflictError
 
 
 @pytest.fixture(params=["local", "memory", "s3", "fsspec", "documented"])
@@ -138,6 +139,15 @@ def test_what_is_not_there(store: Store) -> None:
     assert store.exists("short") and not store.exists("shor")
     store.delete(["no", "short"])
     assert keys(store) == []
+
+
+def test_a_file_that_is_larger_than_allowed_is_not_read(store: Store) -> None:
+    version = store.put("key", b"four")
+    assert store.get("key", 4) == (b"four", version)
+    with pytest.raises(CheckpointCorruptError, match=re.escape(f"{store.location}/key has 4 bytes, more than the 3 ")):
+        store.get("key", most=3)
+    with pytest.raises(FileNotFoundError):
+        store.get("absent", 3)
 
 
 def test_conditional_puts(store: Store) -> None:

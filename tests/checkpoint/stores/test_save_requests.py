@@ -11,7 +11,7 @@ import torch
 
 from terrazzo.checkpoint import Checkpoint, NativeReader, NativeWriter, async_save, save
 from terrazzo.checkpoint.native.format import MANIFEST
-from terrazzo.checkpoint.stores import Absent, Entry, MemoryStore, Version
+from terrazzo.checkpoint.stores import LARGEST, Absent, Entry, MemoryStore, Version
 from terrazzo.errors import ConflictError
 
 
@@ -31,9 +31,9 @@ class Counted(MemoryStore):
         self.before(request)
         self.requests.append(request)
 
-    def get(self, key: str) -> tuple[bytes, Version]:
+    def get(self, key: str, most: int = LARGEST) -> tuple[bytes, Version]:
         self._request("get", key)
-        return super().get(key)
+        return super().get(key, most)
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
         self._request("put", key)

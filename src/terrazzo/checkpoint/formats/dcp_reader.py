@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from terrazzo.checkpoint.formats import dcp_metadata
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
@@ -19,11 +19,8 @@ from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.plain_reader import PlainReader
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores import Place, ReadFile, Store
-from terrazzo.checkpoint.stores.base import read_small
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
-
-_LARGEST: Final = 2 << 30  # bytes of a `.metadata`
 
 
 class DCPReader(PlainReader):
@@ -69,7 +66,7 @@ class DCPReader(PlainReader):
         return metadata
 
     def _parse(self, store: Store, name: str) -> Metadata:
-        return dcp_metadata.parse(read_small(store, name, most=_LARGEST), f"{self.place}/{name}")
+        return dcp_metadata.parse(store.get(name)[0], f"{self.place}/{name}")
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         self._locations, self._entries = metadata.storage_data, metadata.state_dict_metadata

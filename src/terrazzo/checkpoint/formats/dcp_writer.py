@@ -183,7 +183,7 @@ class DCPWriter(StorageWriter):
             return self._store.get(METADATA)[0] != self._root
         except FileNotFoundError:
             return True
-        except OSError:
+        except (OSError, CheckpointCorruptError):
             return False
 
     def _remove_own(self) -> None:

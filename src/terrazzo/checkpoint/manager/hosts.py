@@ -29,7 +29,7 @@ from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.manifest import Manifest
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.run.coordination import find_team
-from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Lease, Request, Store, Upload, Version
+from terrazzo.checkpoint.stores import ABSENT, LARGEST, Absent, Entry, Lease, Request, Store, Upload, Version
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.comm.addresses import own_address
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointManagerError, ConflictError
@@ -131,11 +131,11 @@ class HostsStore(Store):
             raise FileNotFoundError(f"no host has {self._folder}/{key}")
         return found
 
-    def get(self, key: str) -> tuple[bytes | bytearray, Version]:
+    def get(self, key: str, most: int = LARGEST) -> tuple[bytes | bytearray, Version]:
         if key == MANIFEST:
             data = self._whole()[1]
         else:
-            data = self.holder(key).get(key)[0]
+            data = self.holder(key).get(key, most)[0]
         return data, _version_of(data)
 
     def _whole(self) -> tuple[LocalStore | PeerStore, bytearray]:

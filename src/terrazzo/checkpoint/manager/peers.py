@@ -25,7 +25,7 @@ import msgspec
 
 from terrazzo._threads import Worker
 from terrazzo.checkpoint.native.names import is_plain_name, step_of_name
-from terrazzo.checkpoint.stores import Absent, Entry, MemoryUpload, Request, Store, Upload, Version
+from terrazzo.checkpoint.stores import LARGEST, Absent, Entry, MemoryUpload, Request, Store, Upload, Version, check_size
 from terrazzo.checkpoint.stores.local import LocalStore
 
 PIECE: Final = 4 << 20  # bytes that are sent at once
@@ -204,7 +204,8 @@ class PeerStore(Store):
     def stat(self, key: str) -> Entry:
         return Entry(*self._call("stat", key))
 
-    def get(self, key: str) -> tuple[bytearray, Version]:
+    def get(self, key: str, most: int = LARGEST) -> tuple[bytearray, Version]:
+        check_size(self, key, self.stat(key).size, most)
         return self._call("get", key), Version("")  # `put` of that host finds the version itself
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:

@@ -18,7 +18,7 @@ import msgspec
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.listing import NativeListing
 from terrazzo.checkpoint.native.names import name_of_step, step_of_name
-from terrazzo.checkpoint.stores import Entry, Place, Store
+from terrazzo.checkpoint.stores import SMALL, Entry, Place, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointIOError, CheckpointManagerError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
@@ -195,9 +195,9 @@ def _read_record(store: Store, step: int) -> Record:
 def read_reasons(root: Place) -> dict[int, list[str]]:
     """The reasons why each step is kept, as the run's manager wrote them last."""
     try:
-        data, _ = root.store.get(KEPT)
+        data, _ = root.store.get(KEPT, SMALL)
         return msgspec.json.decode(bytes(data), type=dict[int, list[str]])
-    except (FileNotFoundError, NotADirectoryError, ValueError, msgspec.MsgspecError):
+    except (FileNotFoundError, NotADirectoryError, CheckpointCorruptError, ValueError, msgspec.MsgspecError):
         return {}
 
 

@@ -18,7 +18,7 @@ from terrazzo.checkpoint.manager.keeping import Best, KeepLast, KeepPolicy, not_
 from terrazzo.checkpoint.manager.records import RUN, Catalog, Record, Unreadable, checked_step, write_reasons
 from terrazzo.checkpoint.manager.removing import clear_all, remove
 from terrazzo.checkpoint.native.names import LATEST, name_of_step, named_by_latest, step_of_name
-from terrazzo.checkpoint.stores import ABSENT, LocalStore, Place
+from terrazzo.checkpoint.stores import ABSENT, SMALL, LocalStore, Place
 from terrazzo.errors import (
     CheckpointError,
     CheckpointIOError,
@@ -232,14 +232,14 @@ def _claim(root: Place, own: LocalStore, process_group: Any, timeout: timedelta 
         root.store.prepare()
         with suppress(ConflictError):  # it exists
             root.store.put(RUN, uuid.uuid4().hex.encode(), only_if=ABSENT)
-        return bytes(root.store.get(RUN)[0])
+        return bytes(root.store.get(RUN, SMALL)[0])
 
     told = reduce_over(doing, lambda: b"", name, process_group, timeout)
 
     def check() -> None:
         own.prepare()
         try:
-            here = bytes(own.get(RUN)[0])
+            here = bytes(own.get(RUN, SMALL)[0])
         except FileNotFoundError:
             here = b"" if any(step_of_name(folder) is not None for folder in own.folders()) else told
             if here:

@@ -79,13 +79,16 @@ class NativeWriter(StorageWriter):
         if is_coordinator:
             # First of all, because a save that commits from now on conflicts with this one.
             named: list[str] = []
+            self._replacing = ABSENT
             try:
                 data, self._replacing = self.store.get(MANIFEST)
                 named = decode_manifest(data, self.store.location).data_files
             except FileNotFoundError:
-                self._replacing = ABSENT
+                pass
             except CheckpointCorruptError:
-                pass  # it is replaced, and what it needed stays until then
+                if isinstance(self._replacing, Absent):  # it was not even read
+                    raise
+                # It is replaced, and what it needed stays until then.
             except CheckpointFormatError as error:
                 raise CheckpointExistsError(
                     f"{self.store.location} holds a checkpoint that this release cannot read, so it is not replaced: "

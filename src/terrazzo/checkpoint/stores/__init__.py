@@ -2,6 +2,8 @@
 
 from terrazzo.checkpoint.stores.base import (
     ABSENT,
+    LARGEST,
+    SMALL,
     Absent,
     Capabilities,
     Entry,
@@ -14,6 +16,7 @@ from terrazzo.checkpoint.stores.base import (
     Store,
     Upload,
     Version,
+    check_size,
 )
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.checkpoint.stores.memory import MemoryStore
@@ -21,6 +24,8 @@ from terrazzo.checkpoint.stores.places import Place, is_url, store_at
 
 __all__ = [
     "ABSENT",
+    "LARGEST",
+    "SMALL",
     "Absent",
     "Capabilities",
     "Entry",
@@ -36,6 +41,7 @@ __all__ = [
     "Store",
     "Upload",
     "Version",
+    "check_size",
     "is_url",
     "store_at",
 ]

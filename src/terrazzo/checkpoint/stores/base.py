@@ -34,6 +34,10 @@ class Absent:
 
 ABSENT: Final = Absent()
 
+# The most bytes of a file that is read whole: of a manifest or the like, which describes all chunks of a checkpoint,
+# and of what is small if it is what its name says.
+LARGEST: Final = 2 << 30
+SMALL: Final = 100 << 20
 # A save that has not written for so long counts as ended, in stores without locks.
 LEASE_SECONDS: Final = 3600.0
 
@@ -313,8 +317,11 @@ class Store(abc.ABC):
         """
 
     @abc.abstractmethod
-    def get(self, key: str) -> tuple[bytes | bytearray, Version]:
-        """The contents of a file, and its version."""
+    def get(self, key: str, most: int = LARGEST) -> tuple[bytes | bytearray, Version]:
+        """The contents of a file, and its version.
+
+        A file of more than `most` bytes is not read: `check_size` raises `terrazzo.errors.CheckpointCorruptError`.
+        """
 
     @abc.abstractmethod
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
@@ -426,19 +433,10 @@ class _LeaseFile(Lease):
             self._store.delete([self._key])
 
 
-def read_all(file: ReadFile) -> bytearray:
-    """All of a file's bytes."""
-    data = bytearray(file.size)
-    file.read_into(0, [memoryview(data)])
-    return data
-
-
-def read_small(store: Store, key: str, most: int = 100 << 20) -> bytearray:
-    """The contents of a file that has at most so many bytes if it is what its name says; a larger one is not read."""
-    file = store.open(key)
-    try:
-        if file.size > most:
-            raise CheckpointCorruptError(f"{store.location}/{key} has {file.size} bytes, more than the {most} allowed")
-        return read_all(file)
-    finally:
-        file.close()
+def check_size(store: Store, key: str, size: int, most: int) -> None:
+    """Raise if a file has more bytes than one of its name can have, so that it is not read into memory."""
+    if size > most:
+        raise CheckpointCorruptError(
+            f"{store.location}/{key} has {size} bytes, more than the {most} that such a file may have, so it is not "
+            "read: move it away if it is not what its name says"
+        )

@@ -20,6 +20,7 @@ import xxhash
 
 from terrazzo.checkpoint.stores.base import (
     ABSENT,
+    LARGEST,
     LEASE_SECONDS,
     Absent,
     Capabilities,
@@ -30,6 +31,7 @@ from terrazzo.checkpoint.stores.base import (
     Store,
     Upload,
     Version,
+    check_size,
 )
 from terrazzo.checkpoint.stores.local import TEMPORARY
 from terrazzo.errors import CheckpointValueError, ConflictError
@@ -129,7 +131,8 @@ class FsspecStore(Store):
                     position += len(buffer)
             yield request
 
-    def get(self, key: str) -> tuple[bytes, Version]:
+    def get(self, key: str, most: int = LARGEST) -> tuple[bytes, Version]:
+        check_size(self, key, self.stat(key).size, most)
         data = bytes(self._fs.cat_file(self._path(key)))
         return data, _version(data)
 

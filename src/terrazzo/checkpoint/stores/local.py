@@ -32,6 +32,7 @@ import xxhash
 
 from terrazzo.checkpoint.stores.base import (
     ABSENT,
+    LARGEST,
     Absent,
     Capabilities,
     Entry,
@@ -41,8 +42,9 @@ from terrazzo.checkpoint.stores.base import (
     Store,
     Upload,
     Version,
+    check_size,
 )
-from terrazzo.errors import CheckpointFormatError, ConflictError
+from terrazzo.errors import CheckpointExistsError, CheckpointFormatError, ConflictError
 
 _MAX_BUFFERS: Final = 1024  # IOV_MAX on Linux
 _MAX_BYTES: Final = 1 << 30  # the kernel moves at most 2 GiB a call
@@ -91,9 +93,12 @@ class LocalStore(Store):
         for folder in reversed(new):
             try:
                 self._os.mkdir(folder)
-            except FileExistsError:  # another rank has created it
+            except FileExistsError as error:  # another rank has created it
                 if not folder.is_dir():
-                    raise
+                    raise CheckpointExistsError(
+                        f"{folder} is a file (or a link that leads nowhere), and a folder is needed there: use another "
+                        "name, or remove it first"
+                    ) from error
             self.sync_folder(folder.parent)
 
     def upload(self, key: str, size: int) -> LocalUpload:
@@ -224,9 +229,10 @@ class LocalStore(Store):
             raise _loop(path) from error
         return _LocalReadFile(self._os, fd, str(path))
 
-    def get(self, key: str) -> tuple[bytearray, Version]:
+    def get(self, key: str, most: int = LARGEST) -> tuple[bytearray, Version]:
         file = self.open(key)
         try:
+            check_size(self, key, file.size, most)
             data = bytearray(file.size)
             file.read_into(0, [memoryview(data)])
         finally:

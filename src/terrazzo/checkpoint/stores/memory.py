@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from terrazzo.checkpoint.stores.base import (
     ABSENT,
+    LARGEST,
     Absent,
     Capabilities,
     Entry,
@@ -16,6 +17,7 @@ from terrazzo.checkpoint.stores.base import (
     Store,
     Upload,
     Version,
+    check_size,
 )
 from terrazzo.errors import ConflictError
 
@@ -56,9 +58,9 @@ class MemoryStore(Store):
                 position += len(buffer)
             yield request
 
-    def get(self, key: str) -> tuple[bytes, Version]:
+    def get(self, key: str, most: int = LARGEST) -> tuple[bytes, Version]:
         with self._lock:
-            self._file(key)
+            check_size(self, key, len(self._file(key)), most)
             data, number, _ = self._files[key]
             return bytes(data), Version(str(number))
 

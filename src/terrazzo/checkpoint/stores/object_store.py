@@ -36,6 +36,7 @@ from obstore.store import from_url
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.stores.base import (
     ABSENT,
+    LARGEST,
     LEASE_SECONDS,
     Absent,
     Capabilities,
@@ -46,6 +47,7 @@ from terrazzo.checkpoint.stores.base import (
     Store,
     Upload,
     Version,
+    check_size,
 )
 from terrazzo.errors import CheckpointIOError, CheckpointValueError, ConflictError
 
@@ -196,9 +198,10 @@ class ObjectStore(Store):
                 _copy(left[:nbytes], arrived[:nbytes])
                 left, arrived, position = left[nbytes:], arrived[nbytes:], position + nbytes
 
-    def get(self, key: str) -> tuple[bytes, Version]:
+    def get(self, key: str, most: int = LARGEST) -> tuple[bytes, Version]:
         def read() -> tuple[bytes, Version]:
             found = self._bucket.get(self._path(key))
+            check_size(self, key, found.meta["size"], most)
             return bytes(found.bytes()), _version(found.meta)
 
         return self._tried(key, read)

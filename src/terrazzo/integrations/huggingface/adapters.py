@@ -18,8 +18,7 @@ from torch import nn
 from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader
 from terrazzo.checkpoint.state_dict.interop import wrapper_of
 from terrazzo.checkpoint.state_dict.persistent import ModelState, state_of
-from terrazzo.checkpoint.stores import Place, Store
-from terrazzo.checkpoint.stores.base import read_small
+from terrazzo.checkpoint.stores import SMALL, Place, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedValueError
 from terrazzo.integrations.huggingface.load import fill
 from terrazzo.integrations.huggingface.rename import Link
@@ -146,7 +145,7 @@ def _config_bytes(config: Any) -> bytes:
 def _check_config(place: Place, config: Any) -> None:
     """Raise unless the stored config gives the weights the same meaning as the model's."""
     try:
-        stored = json.loads(read_small(place.store, _CONFIG))
+        stored = json.loads(place.store.get(_CONFIG, SMALL)[0])
     except FileNotFoundError:
         return
     except (ValueError, RecursionError) as error:

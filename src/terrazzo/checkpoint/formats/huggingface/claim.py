@@ -17,7 +17,7 @@ from terrazzo.checkpoint.native.cleaning import sweep
 from terrazzo.checkpoint.native.format import lease_name, save_of
 from terrazzo.checkpoint.native.leases import SaveLease
 from terrazzo.checkpoint.run.events import LOGGER
-from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, LocalStore, Store, Version
+from terrazzo.checkpoint.stores import ABSENT, SMALL, Absent, Entry, LocalStore, Store, Version
 from terrazzo.errors import CheckpointCorruptError, CheckpointExistsError, ConflictError
 
 _SAVE_ID: Final = "[0-9a-f]{12}"
@@ -104,7 +104,7 @@ class Claim:
     def check_alive(self, written: Sequence[str]) -> None:
         """Raise if another save has taken this one for dead, and what it held or these files of its own away."""
         try:
-            held = not self._marked or bytes(self._store.get(self._mark)[0]) == self._id.encode()
+            held = not self._marked or bytes(self._store.get(self._mark, SMALL)[0]) == self._id.encode()
         except FileNotFoundError:
             held = False
         gone = sorted(set(written).difference(entry.key for entry in self._store.list(self._stem)))
@@ -173,7 +173,7 @@ class Claim:
 
     def _index_version(self) -> Absent | Version:
         try:
-            return self._store.get(self._index)[1]
+            return self._store.get(self._index, SMALL)[1]
         except FileNotFoundError:
             return ABSENT
 
@@ -214,7 +214,7 @@ class Claim:
         mark = self._stat(self._mark)
         if mark is not None:
             with suppress(FileNotFoundError):
-                holder = bytes(self._store.get(self._mark)[0]).decode(errors="replace")
+                holder = bytes(self._store.get(self._mark, SMALL)[0]).decode(errors="replace")
                 known = re.fullmatch(_SAVE_ID, holder) is not None
                 if not known or self._store.lease_ended(lease_name(holder), mark.modified):
                     stale.append(self._mark)

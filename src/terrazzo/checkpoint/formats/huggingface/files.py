@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from terrazzo.checkpoint.native.format import save_of
-from terrazzo.checkpoint.stores import Store
-from terrazzo.checkpoint.stores.base import read_small
+from terrazzo.checkpoint.stores import SMALL, Store
 from terrazzo.errors import CheckpointCorruptError
 
 SUFFIX: Final = ".safetensors"
@@ -100,7 +99,7 @@ def read_index(store: Store, name: str) -> dict[str, str]:
     """Which file has which tensor."""
     where = f"{store.location}/{name}"
     try:
-        weight_map: Any = json.loads(read_small(store, name))["weight_map"]
+        weight_map: Any = json.loads(store.get(name, SMALL)[0])["weight_map"]
         "".join([*weight_map, *weight_map.values()]).encode()  # raises if a name is no text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{where}: a damaged index ({type(error).__name__}: {error})") from error

@@ -14,8 +14,7 @@ import torch
 
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.native.datafile import row_major_windows
-from terrazzo.checkpoint.stores import Store
-from terrazzo.checkpoint.stores.base import read_small
+from terrazzo.checkpoint.stores import SMALL, Store
 from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout.box import Box
 
@@ -80,7 +79,7 @@ def dequantised(
 def _block_size(store: Store, block: int) -> tuple[int, int]:
     """The blocks that the model's config tells of, or else square ones."""
     try:
-        config: Any = json.loads(read_small(store, "config.json"))
+        config: Any = json.loads(store.get("config.json", SMALL)[0])
         rows, columns = config["quantization_config"]["weight_block_size"]
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return block, block
