@@ -15,10 +15,9 @@ from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.index import Rows, encode_index, name_hash
-from terrazzo.checkpoint.native.manifest import FileEntry, TensorEntry
 from terrazzo.checkpoint.native.merging import About, merge
 from terrazzo.checkpoint.native.parts import Part, make_part, packed, unpacked
-from terrazzo.checkpoint.native.root import PartEntry, Root, encode_root
+from terrazzo.checkpoint.native.root import FileEntry, PartEntry, Root, TensorEntry, encode_root
 from terrazzo.checkpoint.plan.ownership import groups_unsure
 from terrazzo.checkpoint.stores import MemoryStore, Request
 from terrazzo.tensor import Shard

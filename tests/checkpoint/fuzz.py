@@ -41,7 +41,7 @@ from terrazzo.checkpoint.formats import HuggingFaceWriter
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.formats.huggingface.layout import lay_out
 from terrazzo.checkpoint.native.format import MAGIC, MANIFEST, checksum
-from terrazzo.checkpoint.native.manifest import _PREAMBLE as PREAMBLE
+from terrazzo.checkpoint.native.root import _PREAMBLE as PREAMBLE
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.tools.compare import compare
 from terrazzo.errors import TerrazzoError
@@ -156,17 +156,17 @@ def behind_checksums(data: bytes, rng: random.Random) -> bytes:
     """The bytes of a file with what its checksums protect changed, and the checksums too: malice, not damage."""
     if data[:8] == MAGIC:
         fields = list(PREAMBLE.unpack_from(data))
-        head, columns = data[PREAMBLE.size : PREAMBLE.size + fields[3]], data[PREAMBLE.size + fields[3] :]
+        head = data[PREAMBLE.size :]
         kind = rng.random()
-        if kind < 0.5:
+        if kind < 0.6:
             head = with_another_value(head, rng)
-        elif kind < 0.75:
+        elif kind < 0.9:
             head = mutated(head, rng)
         else:
-            columns = mutated(columns, rng)
-        fields[3:7] = [len(head), PREAMBLE.size + len(head) + len(columns), checksum(head), checksum(columns)]
+            fields[rng.choice((2, 6, 7))] = rng.choice((1, 2**31))
+        fields[3:6] = [len(head), PREAMBLE.size + len(head), checksum(head)]
         preamble = PREAMBLE.pack(*fields)[:-8]
-        return preamble + checksum(preamble).to_bytes(8, "little") + head + columns
+        return preamble + checksum(preamble).to_bytes(8, "little") + head
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
         names = archive.namelist()
@@ -190,7 +190,7 @@ def with_another_index(root: bytes, name: str, index: bytes | None, rng: random.
     if index is None:
         part[4] = changed
     packed = msgspec.msgpack.encode(head)
-    fields[3:7] = [len(packed), PREAMBLE.size + len(packed), checksum(packed), checksum(b"")]
+    fields[3:6] = [len(packed), PREAMBLE.size + len(packed), checksum(packed)]
     preamble = PREAMBLE.pack(*fields)[:-8]
     return preamble + checksum(preamble).to_bytes(8, "little") + packed, changed
 

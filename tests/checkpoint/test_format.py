@@ -37,11 +37,9 @@ GOLDEN = sorted((Path(__file__).parents[1] / "golden").iterdir())
 def read_as_documented(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The head and all chunks, by nothing but the specification."""
     data = (path / "manifest.terrazzo").read_bytes()
-    magic, version, zero, head_size, size, head_sum, rest_sum, zero2, own_sum = struct.unpack_from("<8sIIQQQQQQ", data)
-    if version == 1:
-        return read_version_1(path)
-    assert (magic, version, zero, zero2, size) == (b"TERRAZZO", 2, 0, 0, len(data)) and size == 64 + head_size
-    assert xxhash.xxh3_64_intdigest(data[:56]) == own_sum and rest_sum == xxhash.xxh3_64_intdigest(b"")
+    magic, version, zero, head_size, size, head_sum, *zeros, own_sum = struct.unpack_from("<8sIIQQQQQQ", data)
+    assert (magic, version, zero, zeros, size) == (b"TERRAZZO", 1, 0, [0, 0], len(data)) and size == 64 + head_size
+    assert xxhash.xxh3_64_intdigest(data[:56]) == own_sum
     assert xxhash.xxh3_64_intdigest(data[64:]) == head_sum
     head = msgspec.msgpack.decode(data[64:], ext_hook=lambda code, payload: (code, bytes(payload)))
     assert set(head["features"]) <= {"zstd"}
@@ -81,7 +79,7 @@ def chunks_as_documented(path: Path, files: list, index: bytes, by_hash: dict) -
     if not index:
         return
     magic, n, b, s, f = struct.unpack_from("<8sQQQQ", index)
-    assert magic == b"TZINDEX2"
+    assert magic == b"TZINDEX1"
     position = 40
 
     def column(kind: str, count: int) -> list[int]:
@@ -116,55 +114,6 @@ def chunks_as_documented(path: Path, files: list, index: bytes, by_hash: dict) -
             content += stored
             at += length
         yield name, offsets, lengths, content
-
-
-def read_version_1(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The head and all chunks of version 1, by nothing but the specification."""
-    data = (path / "manifest.terrazzo").read_bytes()
-    magic, version, zero, head_size, size, head_sum, rest_sum, zero2, own_sum = struct.unpack_from("<8sIIQQQQQQ", data)
-    assert (magic, version, zero, zero2, size) == (b"TERRAZZO", 1, 0, 0, len(data))
-    assert xxhash.xxh3_64_intdigest(data[:56]) == own_sum
-    head_bytes, rest = data[64 : 64 + head_size], data[64 + head_size :]
-    assert xxhash.xxh3_64_intdigest(head_bytes) == head_sum and xxhash.xxh3_64_intdigest(rest) == rest_sum
-    head = msgspec.msgpack.decode(head_bytes, ext_hook=lambda code, payload: (code, bytes(payload)))
-    columns = rest[-head_size % 8 :]
-    chunks = sum(head["counts"])
-    position = 0
-
-    def column(kind: str, count: int) -> np.ndarray:
-        nonlocal position
-        array = np.frombuffer(columns, kind, count, position)
-        position += array.nbytes
-        return array
-
-    starts, sums, files = column("<u8", chunks), column("<u8", head["sums"]), column("<u4", chunks)
-    most = max(len(shape) for _, _, shape, _ in head["tensors"])
-    rows = [sum(c for (_, _, s, _), c in zip(head["tensors"], head["counts"], strict=True) if len(s) == d)
-            for d in range(most + 1)]  # fmt: skip
-    boxes = [iter(column("<u8" if head["wide"] else "<u4", n * 2 * d).reshape(n, 2, d).tolist())
-             for d, n in enumerate(rows)]  # fmt: skip
-    assert position == len(columns)
-    tensors, chunk, first_sum = {}, 0, 0
-    for (name, dtype, shape, _kind), count in zip(head["tensors"], head["counts"], strict=True):
-        torch_dtype = getattr(torch, dtype)
-        whole = torch.zeros(shape, dtype=torch_dtype)
-        for _ in range(count):
-            offsets, lengths = next(boxes[len(shape)])
-            nbytes = prod(lengths) * torch_dtype.itemsize
-            file_name, file_size, header_size, header_sum = head["files"][files[chunk]]
-            content = (path / file_name).read_bytes()
-            assert len(content) == file_size and xxhash.xxh3_64_intdigest(content[:header_size]) == header_sum
-            part = content[starts[chunk] : starts[chunk] + nbytes]
-            for block in range(ceil(nbytes / head["block"])):
-                begin = block * head["block"]
-                assert xxhash.xxh3_64_intdigest(part[begin : begin + head["block"]]) == sums[first_sum]
-                first_sum += 1
-            if nbytes:
-                index = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-                whole[index] = torch.frombuffer(bytearray(part), dtype=torch_dtype).reshape(lengths)
-            chunk += 1
-        tensors[name] = whole
-    return head, tensors
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -220,7 +169,7 @@ def test_names_of_chunks_and_alignment(tmp_path: Path) -> None:
     save(state | {"d": torch.zeros(5, dtype=torch.float64)}, checkpoint_id=tmp_path)
     (path,) = tmp_path.glob("*.safetensors")
     header = msgspec.json.decode(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
-    assert header.pop("__metadata__")["terrazzo"] == "2"
+    assert header.pop("__metadata__")["terrazzo"] == "1"
     assert {name: entry["data_offsets"][0] for name, entry in header.items()} == {"page": 0, "d": 8192, "odd": 8232}
     assert load_file(path)["d"].shape == (5,)
 

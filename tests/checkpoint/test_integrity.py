@@ -14,7 +14,13 @@ from terrazzo.checkpoint import Checkpoint, FileSystemReader, load, save, verify
 from terrazzo.checkpoint.listing import in_order
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.checkpoint.tools.compare import compare
-from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+)
 
 
 def state(fill: bool) -> dict:
@@ -116,14 +122,20 @@ def test_missing_files_and_unknown_versions(path: Path) -> None:
     file.write_bytes(content)
     manifest = path / "manifest.terrazzo"
     data = bytearray(manifest.read_bytes())
-    data[8] = 3
     import xxhash
 
-    data[56:64] = xxhash.xxh3_64_intdigest(bytes(data[:56])).to_bytes(8, "little")
-    manifest.write_bytes(data)
-    for attempt in (lambda: load({"s": state(False)}, checkpoint_id=path), lambda: verify(path)):
-        with pytest.raises(CheckpointFormatError, match="version 3"):
-            attempt()
+    for at, value, what in ((8, 2, "format version 2"), (12, 1, "unknown form"), (47, 1, "unknown form")):
+        newer = data[:at] + bytes([value]) + data[at + 1 :]
+        newer[56:64] = xxhash.xxh3_64_intdigest(bytes(newer[:56])).to_bytes(8, "little")
+        manifest.write_bytes(newer)
+        for attempt in (
+            lambda: load({"s": state(False)}, checkpoint_id=path),
+            lambda: save({"s": state(False)}, checkpoint_id=path),
+            lambda: verify(path),
+        ):
+            with pytest.raises((CheckpointFormatError, CheckpointExistsError), match=what):
+                attempt()
+        assert manifest.read_bytes() == newer and file.is_file()
 
 
 def test_only_our_format_can_be_verified(tmp_path: Path) -> None:

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from benchmarks import checkpoint_scale as scale
 from terrazzo.checkpoint.native.coverage import check_coverage
-from terrazzo.checkpoint.native.manifest import TensorEntry
 from terrazzo.checkpoint.native.merging import About, merge
 from terrazzo.checkpoint.native.parts import make_part
-from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.native.root import Root, TensorEntry
 from terrazzo.checkpoint.plan.ownership import Claim, Negotiation, answers, assign, groups_unsure
 from terrazzo.errors import CheckpointError, DivergentValueError, DivergentValueWarning
 from terrazzo.layout.box import Box

@@ -13,7 +13,7 @@ import numpy as np
 
 from terrazzo.checkpoint.native.coverage import check_coverage
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
-from terrazzo.checkpoint.native.manifest import TENSOR, TensorEntry
+from terrazzo.checkpoint.native.root import TENSOR, TensorEntry
 from terrazzo.errors import CheckpointError, DivergentValueError, PublishError
 from terrazzo.layout import Box
 from terrazzo.publish.parts import Parts, TensorInfo

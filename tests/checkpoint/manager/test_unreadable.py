@@ -126,14 +126,14 @@ def test_none_can_be_read(tmp_path: Path):
     before = files(tmp_path)
     with CheckpointManager(tmp_path, keep=1) as manager:
         assert manager.steps() == []
-        with pytest.raises(CheckpointFormatError, match="global_step20.*format version 3.*use a release that reads it"):
+        with pytest.raises(CheckpointFormatError, match="global_step20.*format version 2.*use a release that reads it"):
             manager.latest_step()
         with pytest.raises(CheckpointFormatError, match="global_step20"):
             manager.restore("latest", state(0))
-        with pytest.raises(CheckpointExistsError, match="format version 3"):
+        with pytest.raises(CheckpointExistsError, match="format version 2"):
             manager.save(10, state(10))
     assert files(tmp_path) == before
-    with pytest.raises(CheckpointFormatError, match="format version 3"):
+    with pytest.raises(CheckpointFormatError, match="format version 2"):
         load(state(0), checkpoint_id=tmp_path)
     with pytest.raises(CheckpointError, match="cannot read, so it is not replaced"):
         save(state(0), checkpoint_id=tmp_path / "global_step20")

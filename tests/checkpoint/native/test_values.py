@@ -18,9 +18,8 @@ from terrazzo.checkpoint.native.datafile import Chunk
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
 from terrazzo.checkpoint.native.index import decode_index, encode_index
 from terrazzo.checkpoint.native.listing import NativeListing
-from terrazzo.checkpoint.native.manifest import TENSOR, TensorEntry
 from terrazzo.checkpoint.native.reader import Reading
-from terrazzo.checkpoint.native.root import Root, RootHead, encode_root
+from terrazzo.checkpoint.native.root import TENSOR, Root, RootHead, TensorEntry, encode_root
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError
 

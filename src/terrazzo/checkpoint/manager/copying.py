@@ -13,9 +13,10 @@ from functools import partial
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.manager.hosts import HostsStore, needed_files
 from terrazzo.checkpoint.manager.peers import PIECE, PeerStore
-from terrazzo.checkpoint.native.cleaning import decode_manifest, remove_leftovers
+from terrazzo.checkpoint.native.cleaning import remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.leases import SaveLease
+from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.stores import ABSENT, Absent, Store, Version
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.errors import CheckpointIOError
@@ -24,7 +25,7 @@ from terrazzo.errors import CheckpointIOError
 def copy_checkpoint(source: HostsStore, target: Store) -> None:
     """Copy the checkpoint of a step. A checkpoint at the target is valid until the copy is complete."""
     data, _ = source.get(MANIFEST)
-    manifest = decode_manifest(data, source.location)
+    manifest = Root(data, source.location)
     files = dict(needed_files(manifest))
     target.prepare()
     replacing: Absent | Version = ABSENT

@@ -24,9 +24,7 @@ import xxhash
 
 from terrazzo.checkpoint.manager.committing import reduce_over
 from terrazzo.checkpoint.manager.peers import Address, PeerServer, PeerStore
-from terrazzo.checkpoint.native.cleaning import decode_manifest
 from terrazzo.checkpoint.native.format import MANIFEST
-from terrazzo.checkpoint.native.manifest import Manifest
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.run.coordination import find_team
 from terrazzo.checkpoint.stores import ABSENT, LARGEST, Absent, Entry, Lease, Request, Store, Upload, Version
@@ -146,7 +144,7 @@ class HostsStore(Store):
         for host in self.hosts.all:
             try:
                 data = host.get(MANIFEST)[0]
-                manifest = decode_manifest(data, host.location)
+                manifest = Root(data, host.location)
             except FileNotFoundError:
                 continue
             except CheckpointCorruptError as error:  # on this host; of another release it is on none
@@ -257,10 +255,8 @@ class _Replicated(Upload):
         self._own.abort()
 
 
-def needed_files(manifest: Manifest | Root) -> list[tuple[str, int]]:
+def needed_files(manifest: Root) -> list[tuple[str, int]]:
     """The names and sizes of the files that a checkpoint needs."""
-    if isinstance(manifest, Manifest):
-        return [(file.name, file.size) for file in manifest.head.files]
     files = []
     for part in manifest.head.parts:
         files += [(file.name, file.size) for file in part.files]

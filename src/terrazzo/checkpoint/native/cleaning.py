@@ -16,7 +16,6 @@ from collections.abc import Collection, Sequence
 
 from terrazzo.checkpoint.native.format import MANIFEST, is_temporary, save_of
 from terrazzo.checkpoint.native.leases import has_ended
-from terrazzo.checkpoint.native.manifest import Manifest, version_of
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.stores.base import Entry, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
@@ -24,24 +23,19 @@ from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, Check
 LOGGER = logging.getLogger("terrazzo.checkpoint")
 
 
-def read_manifest(store: Store) -> Manifest | Root:
+def read_manifest(store: Store) -> Root:
     """The root of the checkpoint that is valid now; raises `FileNotFoundError` if there is none."""
     data, _ = store.get(MANIFEST)
-    return decode_manifest(data, store.location)
+    return Root(data, store.location)
 
 
-def committed_manifest(store: Store) -> Manifest | Root:
+def committed_manifest(store: Store) -> Root:
     """Like `read_manifest`, but raises `CheckpointNotFoundError`, which says what is missing."""
     try:
         return read_manifest(store)
     except FileNotFoundError as error:
         where = f"{store.location} (no {MANIFEST})"
         raise CheckpointNotFoundError(f"there is no committed checkpoint at {where}") from error
-
-
-def decode_manifest(data: bytes | bytearray, source: str) -> Manifest | Root:
-    """A root, of whatever version."""
-    return Root(data, source) if version_of(data, source) == 2 else Manifest(data, source)
 
 
 def remove_leftovers(store: Store, named: Collection[str] = (), listed: Sequence[Entry] | None = None) -> list[str]:

@@ -19,14 +19,14 @@ from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.chunk_list import ChunkList
 from terrazzo.checkpoint.native.chunks import Chunks
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
-from terrazzo.checkpoint.native.manifest import TENSOR, Manifest
-from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.native.format import VERSION
+from terrazzo.checkpoint.native.root import TENSOR, Root
 
 
 class ManifestEntries(Mapping[str, STORAGE_TYPES]):
     """What is stored under each name."""
 
-    def __init__(self, manifest: Manifest | Root) -> None:
+    def __init__(self, manifest: Root) -> None:
         self._manifest = manifest
         self._made: dict[str, STORAGE_TYPES] = {}
         self._properties: dict[str, TensorProperties] = {}
@@ -34,9 +34,9 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
         self._alike: dict[tuple[str, tuple[int, ...], int], TensorStorageMetadata] = {}
 
     @property
-    def root(self) -> Root | None:
-        """The root, of a checkpoint that has one."""
-        return self._manifest if isinstance(self._manifest, Root) else None
+    def root(self) -> Root:
+        """The root that these are the entries of."""
+        return self._manifest
 
     def __getitem__(self, name: str) -> STORAGE_TYPES:
         entry = self._made.get(name)
@@ -56,36 +56,25 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
     def items(self) -> ItemsView[str, STORAGE_TYPES]:
         """All names with what is stored under them, made at once."""
         if len(self._made) < len(self):
-            manifest, nothing = self._manifest, BytesStorageMetadata()
-            if isinstance(manifest, Root):
-                alike, made = self._alike, self._made
-                for tensor in manifest.head.tensors:
-                    entry: STORAGE_TYPES = nothing
-                    if tensor.kind == TENSOR:
-                        entry = alike.get((tensor.dtype, tensor.shape, tensor.layout)) or self._make(
-                            tensor.name, TENSOR
-                        )
-                    made[tensor.name] = entry
-                made.update((value.name, nothing) for value in manifest.head.objects)
-            else:
-                self._made = {name: self[name] for name in manifest.names}
+            head, nothing = self._manifest.head, BytesStorageMetadata()
+            alike, made = self._alike, self._made
+            for tensor in head.tensors:
+                entry: STORAGE_TYPES = nothing
+                if tensor.kind == TENSOR:
+                    entry = alike.get((tensor.dtype, tensor.shape, tensor.layout)) or self._make(tensor.name, TENSOR)
+                made[tensor.name] = entry
+            made.update((value.name, nothing) for value in head.objects)
         return self._made.items()
 
     def _make(self, name: str, kind: int) -> STORAGE_TYPES:
-        manifest = self._manifest
         if kind != TENSOR:
             return BytesStorageMetadata()
-        if isinstance(manifest, Manifest):
-            return self._tensor(name)
-        tensor = manifest.tensors[name]
+        tensor = self._manifest.tensors[name]
         key = (tensor.dtype, tensor.shape, tensor.layout)
         entry = self._alike.get(key)
         if entry is None:
-            entry = self._alike[key] = self._entry(tensor.dtype, tensor.shape, manifest.chunks(tensor))
+            entry = self._alike[key] = self._entry(tensor.dtype, tensor.shape, self._manifest.chunks(tensor))
         return entry
-
-    def _tensor(self, name: str) -> TensorStorageMetadata:
-        return self._entry(*self._manifest.describe(name))
 
     def _entry(self, dtype: str, shape: tuple[int, ...], chunks: Chunks) -> TensorStorageMetadata:
         properties = self._properties.get(dtype)
@@ -106,7 +95,7 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
         return len(self._manifest.names)
 
 
-def metadata_of(manifest: Manifest | Root, meta: StorageMeta | None = None) -> Metadata:
+def metadata_of(manifest: Root, meta: StorageMeta | None = None) -> Metadata:
     """The table of contents of a checkpoint in the native format."""
     data, paths = manifest.head.planner_data, manifest.head.paths
     return Metadata(
@@ -114,5 +103,5 @@ def metadata_of(manifest: Manifest | Root, meta: StorageMeta | None = None) -> M
         planner_data=(paths or None) if data is None else objects.decode(data),
         storage_data=manifest,
         storage_meta=meta,
-        version="2" if isinstance(manifest, Root) else "1",
+        version=str(VERSION),
     )

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from terrazzo.checkpoint.native.manifest import TensorEntry
+from terrazzo.checkpoint.native.root import TensorEntry
 from terrazzo.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]

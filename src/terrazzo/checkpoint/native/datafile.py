@@ -16,7 +16,7 @@ import torch
 
 from terrazzo.checkpoint.native.dtypes import safetensors_form
 from terrazzo.checkpoint.native.format import BLOCK, PAGE, VERSION, chunk_suffix
-from terrazzo.checkpoint.native.manifest import TensorEntry
+from terrazzo.checkpoint.native.root import TensorEntry
 from terrazzo.layout.box import Box
 
 

@@ -1,4 +1,4 @@
-"""Where the chunks of a checkpoint of format 2 lie: from a plan's boxes to rows of the indexes of their writers.
+"""Where the chunks of a checkpoint lie: from a plan's boxes to rows of the indexes of their writers.
 
 The root says which part has a chunk of a tensor's grid. The index of that part has it as one row, or, where data
 files are kept small, as several, each with a box of its own.

@@ -9,7 +9,7 @@ from typing import Final
 import xxhash
 
 MAGIC: Final = b"TERRAZZO"
-VERSION: Final = 2  # of what is written
+VERSION: Final = 1  # of the format: another one is not read
 
 MANIFEST: Final = "manifest.terrazzo"
 # Data begins at a multiple of this in every data file, and so does every chunk whose size is a multiple of it, unless

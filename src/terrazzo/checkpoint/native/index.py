@@ -16,7 +16,7 @@ from terrazzo.errors import CheckpointCorruptError
 
 Array = np.ndarray[Any, Any]
 
-_MAGIC: Final = b"TZINDEX2"
+_MAGIC: Final = b"TZINDEX1"
 _HEAD: Final = struct.Struct("<8sQQQQ")  # magic, chunks, numbers of boxes, blocks, blocks that have a stored length
 RAW: Final = 0
 ZSTD: Final = 1

@@ -11,16 +11,14 @@ import msgspec
 
 from terrazzo.checkpoint.listing import Entry, Listing, corner
 from terrazzo.checkpoint.native import objects
-from terrazzo.checkpoint.native.chunk_index import ChunkIndex
 from terrazzo.checkpoint.native.chunks import Chunks, Overlap
 from terrazzo.checkpoint.native.cleaning import committed_manifest
 from terrazzo.checkpoint.native.dtype_names import itemsize_of
 from terrazzo.checkpoint.native.finding import PartIndexes
-from terrazzo.checkpoint.native.manifest import TENSOR, TYPED, Manifest
 from terrazzo.checkpoint.native.numbers import numbers_of
 from terrazzo.checkpoint.native.overlaps import Overlaps
 from terrazzo.checkpoint.native.peeking import box_of_chunk
-from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.native.root import TENSOR, TYPED, Root
 from terrazzo.checkpoint.native.values import stored_value
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointError
@@ -29,7 +27,7 @@ from terrazzo.layout.box import Box
 _OBJECT: Final = Entry()
 
 
-def about_save(manifest: Manifest | Root) -> dict[str, Any]:
+def about_save(manifest: Root) -> dict[str, Any]:
     """The facts of a manifest about the whole save: when, with which version, by how many ranks."""
     head = manifest.head
     return {"writer": head.writer, "created": head.created, "ranks": head.ranks, "files": len(manifest.data_files)}
@@ -45,13 +43,11 @@ class NativeListing(Listing):
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.manifest: Manifest | Root = committed_manifest(store)
+        self.manifest: Root = committed_manifest(store)
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
         manifest = self.manifest
-        if isinstance(manifest, Manifest):
-            return {name: self._entry(name, kind) for name, kind in manifest.names.items()}
         alike: dict[tuple[str, tuple[int, ...], int], Entry] = {}  # a model has many of each
         found: dict[str, Entry] = {}
         for tensor in manifest.head.tensors:
@@ -68,9 +64,8 @@ class NativeListing(Listing):
 
     def entry(self, name: str) -> Entry | None:
         kind = self.manifest.names.get(name)
-        return None if kind is None else self._entry(name, kind)
-
-    def _entry(self, name: str, kind: int) -> Entry:
+        if kind is None:
+            return None
         return _described(*self.manifest.describe(name)) if kind == TENSOR else _OBJECT
 
     def about(self) -> dict[str, Any]:
@@ -112,12 +107,11 @@ class NativeListing(Listing):
         return objects.value_of(name, stored, False, "open it with allow_pickle=True")
 
     def digests(self) -> dict[str, bytes]:
-        return self._index.digests() if isinstance(self._index, PartIndexes) else {}
+        return self._index.digests()
 
     @cached_property
-    def _index(self) -> ChunkIndex | PartIndexes:
-        manifest = self.manifest
-        return ChunkIndex(manifest) if isinstance(manifest, Manifest) else PartIndexes(manifest, self._store)
+    def _index(self) -> PartIndexes:
+        return PartIndexes(self.manifest, self._store)
 
 
 def _described(dtype: str, shape: tuple[int, ...], chunks: Chunks) -> Entry:

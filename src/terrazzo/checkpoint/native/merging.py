@@ -18,9 +18,8 @@ import numpy as np
 
 from terrazzo.checkpoint.native.coverage import check_coverage
 from terrazzo.checkpoint.native.index import name_hash, scrambled
-from terrazzo.checkpoint.native.manifest import ObjectEntry, Path, TensorEntry
 from terrazzo.checkpoint.native.parts import Part, entries_of, u4_of, unpacked
-from terrazzo.checkpoint.native.root import RootHead, StoredTensor, encode_root
+from terrazzo.checkpoint.native.root import ObjectEntry, Path, RootHead, StoredTensor, TensorEntry, encode_root
 from terrazzo.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]

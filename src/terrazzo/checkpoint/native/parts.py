@@ -12,8 +12,7 @@ import zstandard
 
 from terrazzo.checkpoint.metadata import MetadataIndex
 from terrazzo.checkpoint.native.dtype_names import itemsize_of
-from terrazzo.checkpoint.native.manifest import ObjectEntry, TensorEntry
-from terrazzo.checkpoint.native.root import PartEntry
+from terrazzo.checkpoint.native.root import ObjectEntry, PartEntry, TensorEntry
 from terrazzo.checkpoint.storage import WriteResult
 
 Array = np.ndarray[Any, Any]

@@ -17,7 +17,7 @@ import msgspec
 
 from terrazzo.checkpoint.native.dtype_names import itemsize_of
 from terrazzo.checkpoint.native.geometry import BoxInChunk, box_in_chunk, windows
-from terrazzo.checkpoint.native.manifest import FileEntry
+from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.layout.box import Box
 
 

@@ -8,14 +8,12 @@ from typing import Final
 
 import torch
 
-from terrazzo.checkpoint.native.chunk_index import ChunkIndex
 from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.from_planner import on_meta
 from terrazzo.checkpoint.native.in_pairs import InPairs
-from terrazzo.checkpoint.native.manifest import Manifest
 from terrazzo.checkpoint.native.memory import bytes_of, empty
 from terrazzo.checkpoint.native.plans import Target
 from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
@@ -31,16 +29,16 @@ _NO_BOX: Final = Box((), ())
 class Reading:
     """Reads a checkpoint, once or many times."""
 
-    def __init__(self, store: Store, manifest: Manifest | Root, *, verify: bool) -> None:
+    def __init__(self, store: Store, manifest: Root, *, verify: bool) -> None:
         self.manifest = manifest
         self._store = store
-        self.index = ChunkIndex(manifest) if isinstance(manifest, Manifest) else PartIndexes(manifest, store)
+        self.index = PartIndexes(manifest, store)
         self.requests = Requests(store, verify=verify)
 
     @property
     def bytes_read(self) -> int:
         """How many bytes have been read."""
-        return self.requests.bytes_read + (self.index.bytes_read if isinstance(self.index, PartIndexes) else 0)
+        return self.requests.bytes_read + self.index.bytes_read
 
     def read_object(self, name: str) -> tuple[int, bytes]:
         """The kind and the bytes of an object."""

@@ -18,10 +18,9 @@ from terrazzo.checkpoint.native.cleaning import read_manifest
 from terrazzo.checkpoint.native.datafile import Chunk
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import adopted_name
-from terrazzo.checkpoint.native.manifest import FileEntry
 from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.pump import Pump
-from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.stores.base import Store, Upload
 from terrazzo.errors import CheckpointNotFoundError
 
@@ -66,8 +65,6 @@ def find_unchanged(
         root = read_manifest(base)
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"base: there is no committed checkpoint at {base.location}") from error
-    if not isinstance(root, Root):  # format 1 has no part that could be referred to
-        return list(chunks), []
     stored = PartIndexes(root, base).by_box()
     candidates: list[tuple[Chunk, StoredChunk]] = []
     for chunk in chunks:

@@ -1,37 +1,63 @@
-"""The root of a checkpoint of format 2: what it holds, how each tensor is cut, and which part has each chunk.
+"""The root of a checkpoint: what it holds, how each tensor is cut, and which part has each chunk.
 
-It is a preamble, as in format 1, and a MessagePack head. A tensor that is cut into a grid is stored as the steps of
-that grid, and which ranks have its chunks once for all tensors that are distributed alike. So the root grows with the
-number of tensors, not with ranks times tensors. `docs/format.md` specifies every field.
+It is a preamble and a MessagePack head. A tensor that is cut into a grid is stored as the steps of that grid, and which
+ranks have its chunks once for all tensors that are distributed alike. So the root grows with the number of tensors, not
+with ranks times tensors. `docs/format.md` specifies every field.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import cached_property
+from math import prod
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from terrazzo.checkpoint.native.chunks import Chunks, ChunkTable, GridChunks
-from terrazzo.checkpoint.native.format import MAGIC, checksum
+from terrazzo.checkpoint.native.format import MAGIC, VERSION, checksum
 from terrazzo.checkpoint.native.index import name_hash
-from terrazzo.checkpoint.native.manifest import (
-    FileEntry,
-    ObjectEntry,
-    Path,
-    check_objects,
-    check_paths,
-    check_shape,
-    check_sizes,
-)
 from terrazzo.checkpoint.native.names import is_plain_name
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 
-VERSION: Final = 2
 KNOWN_FEATURES: Final = frozenset({"zstd"})
 _PREAMBLE: Final = struct.Struct("<8sIIQQQQQQ")
+# magic, version, 0, bytes of the head, bytes of the file, checksum of the head, 0, 0, checksum of the preamble so far
+_LARGEST: Final = 1 << 62  # bytes and elements that the arithmetic of a checkpoint can hold
+
+Path = tuple[str | int, ...]
+
+TENSOR: Final = 0
+TYPED: Final = 1  # an object, as terrazzo.checkpoint.native.objects writes it
+RAW: Final = 2  # an object that a planner turned into bytes of its own
+
+
+class FileEntry(msgspec.Struct, array_like=True, frozen=True):
+    """A data file."""
+
+    name: str
+    size: int
+    header_size: int
+    header_sum: int
+
+
+class TensorEntry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A tensor, or (with a kind other than TENSOR) the bytes of an object that is too large for the head."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    kind: int = TENSOR
+
+
+class ObjectEntry(msgspec.Struct, array_like=True, frozen=True):
+    """An object whose bytes are in the head."""
+
+    name: str
+    kind: int
+    data: bytes
 
 
 class PartEntry(msgspec.Struct, array_like=True, frozen=True):
@@ -76,7 +102,7 @@ def encode_root(head: RootHead) -> bytes:
     """The bytes of a root."""
     packed = msgspec.msgpack.encode(head)
     size = _PREAMBLE.size + len(packed)
-    preamble = _PREAMBLE.pack(MAGIC, VERSION, 0, len(packed), size, checksum(packed), checksum(b""), 0, 0)[:-8]
+    preamble = _PREAMBLE.pack(MAGIC, VERSION, 0, len(packed), size, checksum(packed), 0, 0, 0)[:-8]
     return b"".join([preamble, checksum(preamble).to_bytes(8, "little"), packed])
 
 
@@ -87,7 +113,19 @@ class Root:
         self.data = data
         self.source = source
         view = memoryview(data)
-        _, _, _, head_size, size, head_sum, _, _, _ = _PREAMBLE.unpack_from(data)
+        if len(data) < _PREAMBLE.size or bytes(data[:8]) != MAGIC:
+            raise CheckpointCorruptError(f"{source}: this is no manifest, or its beginning is damaged")
+        _, version, zero, head_size, size, head_sum, second, third, own_sum = _PREAMBLE.unpack_from(data)
+        if checksum(view[: _PREAMBLE.size - 8]) != own_sum:
+            raise CheckpointCorruptError(f"{source}: the manifest's preamble is damaged")
+        if version != VERSION or zero or second or third:
+            found = (
+                f"format version {version}" if version != VERSION else f"an unknown form of format version {VERSION}"
+            )
+            raise CheckpointFormatError(
+                f"{source}: the checkpoint is of {found}, this release reads version {VERSION}; "
+                f"load it with the terrazzo that wrote it, or with a newer one"
+            )
         if len(data) != size or _PREAMBLE.size + head_size != size:
             raise CheckpointCorruptError(f"{source}: the manifest has {len(data)} bytes, it was written with {size}")
         packed = view[_PREAMBLE.size :]
@@ -220,6 +258,35 @@ def part_files(part: PartEntry) -> list[str]:
     """The names of a part's files."""
     names = [file.name for file in part.files]
     return [*names, part.index_file] if part.index_file else names
+
+
+def check_shape(name: str, shape: tuple[int, ...], source: str) -> None:
+    """Raise for a shape that no tensor can have."""
+    if shape and min(shape) > 0 and len(shape) <= 64 and prod(shape) * 16 < _LARGEST:
+        return  # as most are
+    if any(n < 0 for n in shape) or len(shape) > 64 or prod(max(n, 1) for n in shape) * 16 >= _LARGEST:
+        raise CheckpointCorruptError(f"{source}: {name!r} cannot have the shape {shape}")
+
+
+def check_objects(objects: Sequence[ObjectEntry], source: str) -> None:
+    """Raise for an object that is said to be a tensor."""
+    for entry in objects:
+        if entry.kind not in (TYPED, RAW):
+            raise CheckpointCorruptError(f"{source}: {entry.name!r} is of the kind {entry.kind}, and not a tensor")
+
+
+def check_sizes(files: Sequence[FileEntry], source: str, *others: int) -> None:
+    """Raise for files, and others, of sizes that cannot be."""
+    wrong = any(not 0 <= file.header_size <= file.size < _LARGEST for file in files)
+    if wrong or any(not 0 <= size < _LARGEST for size in others):
+        raise CheckpointCorruptError(f"{source}: the manifest names files of sizes that cannot be")
+
+
+def check_paths(paths: dict[str, Path], values: int, source: str) -> None:
+    """Raise for places in a nested state dict of so many values that would make lists of more."""
+    for name, path in paths.items():
+        if not path or any(type(key) is int and not 0 <= key < values for key in path):
+            raise CheckpointCorruptError(f"{source}: {name!r} cannot have had the place {path} in a state dict")
 
 
 class _Features(msgspec.Struct, frozen=True):

@@ -14,16 +14,14 @@ from torch.futures import Future
 
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native import marker, objects
-from terrazzo.checkpoint.native.cleaning import committed_manifest, decode_manifest, read_manifest, remove_leftovers
+from terrazzo.checkpoint.native.cleaning import committed_manifest, read_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import metadata_of
-from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
 from terrazzo.checkpoint.native.leases import SaveLease
-from terrazzo.checkpoint.native.manifest import TYPED, Manifest
 from terrazzo.checkpoint.native.parts import PartResults
 from terrazzo.checkpoint.native.plans import ReadPlan, Receiver, WritePlan
 from terrazzo.checkpoint.native.reader import Reading
-from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.native.root import TYPED, Root
 from terrazzo.checkpoint.native.work import PlannedItems, PlannedPieces, Work
 from terrazzo.checkpoint.native.writer import (
     FilesOfRank,
@@ -54,7 +52,7 @@ class NativeWriter(StorageWriter):
         self.base: Store | None = None  # a checkpoint whose chunks need not be written again
         self.save_id = ""  # of the save that is under way
         self._files: FilesOfRank | None = None
-        self._manifest: Manifest | Root | None = None
+        self._manifest: Root | None = None
         self._replacing: Absent | Version = ABSENT  # what was there when the save began
         self._lease = SaveLease()
 
@@ -82,7 +80,7 @@ class NativeWriter(StorageWriter):
             self._replacing = ABSENT
             try:
                 data, self._replacing = self.store.get(MANIFEST)
-                named = decode_manifest(data, self.store.location).data_files
+                named = Root(data, self.store.location).data_files
             except FileNotFoundError:
                 pass
             except CheckpointCorruptError:
@@ -191,7 +189,7 @@ class NativeWriter(StorageWriter):
 
     def describe_committed(self, data: bytes) -> Metadata:
         """The checkpoint's metadata, from what the coordinator's `committed` returned."""
-        self._manifest = decode_manifest(data, self.store.location)
+        self._manifest = Root(data, self.store.location)
         return metadata_of(self._manifest, self.storage_meta())
 
     def abandon(self) -> None:
@@ -231,7 +229,7 @@ class NativeReader(PlainReader):
         self.store = store
         self.verify = verify
         self.bytes_read = 0
-        self._manifest: Manifest | Root | None = None
+        self._manifest: Root | None = None
         self.load_id = uuid.uuid4().hex[:12]  # of the load that is under way
         self._reading: Reading | None = None  # kept from one read to the next: which files have been checked
 
@@ -269,7 +267,7 @@ class NativeReader(PlainReader):
 
     def use_root(self, data: bytes) -> Metadata:
         """Read the checkpoint of this root, which another rank's `root` returned, and no later one."""
-        self._manifest = decode_manifest(data, self.store.location)
+        self._manifest = Root(data, self.store.location)
         return self._described()
 
     def _described(self) -> Metadata:
@@ -278,7 +276,7 @@ class NativeReader(PlainReader):
         return metadata_of(self._manifest, StorageMeta(self.store.location, save_id, self.load_id))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        if isinstance(metadata.storage_data, (Manifest, Root)):
+        if isinstance(metadata.storage_data, Root):
             self._manifest = metadata.storage_data
 
     def _carry_out(self, plan: LoadPlan, planner: LoadPlanner) -> None:
@@ -313,11 +311,7 @@ class NativeReader(PlainReader):
 
     def digests(self) -> dict[str, bytes]:
         """A digest of each value: see `Checkpoint.digests`."""
-        if self._manifest is None:
-            self.read_metadata()
-        if not isinstance(self._manifest, Root):
-            return {}
-        return PartIndexes(self._manifest, self.store).digests()
+        return self._open().index.digests()
 
     def _value(self, reading: Reading, name: str, allow_pickle: bool) -> io.BytesIO:
         """A value that is not a tensor, as the bytes that planners are given."""

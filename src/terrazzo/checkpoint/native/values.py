@@ -11,23 +11,22 @@ import msgspec
 
 from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.files import check_room
-from terrazzo.checkpoint.native.manifest import TENSOR, Manifest
 from terrazzo.checkpoint.native.overlaps import Overlaps, complete_parts
-from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.native.root import TENSOR, Root
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError
 from terrazzo.layout.box import Box
 
 
 class StoredValue(msgspec.Struct, frozen=True):
-    """A value in data files: its kind (see `manifest`), and the parts that together are its bytes."""
+    """A value in data files: its kind (see `root`), and the parts that together are its bytes."""
 
     kind: int
     box: Box
     parts: Sequence[Overlap]
 
 
-def stored_value(manifest: Manifest | Root, name: str, store: Store) -> StoredValue:
+def stored_value(manifest: Root, name: str, store: Store) -> StoredValue:
     """Where a value lies that is in data files; raises if there is none of this name, or not all of it."""
     kind = manifest.names.get(name)
     if kind is None:

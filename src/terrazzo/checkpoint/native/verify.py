@@ -11,15 +11,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from terrazzo.checkpoint.native.chunk_index import ChunkIndex
 from terrazzo.checkpoint.native.cleaning import read_manifest
-from terrazzo.checkpoint.native.coverage import check_coverage
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
 from terrazzo.checkpoint.native.index import RAW, Rows
-from terrazzo.checkpoint.native.manifest import FileEntry, Manifest
-from terrazzo.checkpoint.native.pieces import StoredChunk
-from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.native.root import FileEntry, Root
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 
@@ -70,9 +66,7 @@ def verify_store(
     return damage
 
 
-def _files(manifest: Manifest | Root) -> list[FileEntry]:
-    if isinstance(manifest, Manifest):
-        return manifest.head.files
+def _files(manifest: Root) -> list[FileEntry]:
     return list({file.name: file for part in manifest.head.parts for file in part.files}.values())
 
 
@@ -86,18 +80,9 @@ class _Chunks(msgspec.Struct, frozen=True, eq=False):
     sums: Array
 
 
-def _stored(manifest: Manifest | Root, store: Store, damage: list[Damage]) -> dict[str, list[_Chunks]]:
+def _stored(manifest: Root, store: Store, damage: list[Damage]) -> dict[str, list[_Chunks]]:
     """All chunks, by file; an index that cannot be read is damage. Raises unless each tensor's chunks make it up."""
     found: dict[str, list[_Chunks]] = defaultdict(list)
-    if isinstance(manifest, Manifest):
-        boxes = [table.astype(np.int64) for table in manifest.box_tables]
-        check_coverage(manifest.head.tensors, np.array(manifest.head.counts, dtype=np.int64), boxes)
-        by_file: dict[str, list[StoredChunk]] = defaultdict(list)
-        for chunk in ChunkIndex(manifest).everything():
-            by_file[chunk.file.name].append(chunk)
-        for file, chunks in by_file.items():
-            found[file].append(_of_chunks(chunks))
-        return found
     indexes = PartIndexes(manifest, store)
     elements = np.zeros(len(manifest.head.tensors), dtype=np.int64)
     for part, entry in enumerate(manifest.head.parts):
@@ -131,18 +116,6 @@ def _of_rows(rows: Rows, numbers: Array, names: list[str]) -> _Chunks:
     sizes[framed] = rows.frames[frames]
     sums = rows.sums[np.repeat(rows.first_sum[numbers], counts) + within]
     return _Chunks(names, rows.starts[numbers].astype(np.int64), counts, sizes, sums)
-
-
-def _of_chunks(chunks: Sequence[StoredChunk]) -> _Chunks:
-    """Chunks of format 1, which knows no codecs."""
-    counts = np.array([-(-chunk.nbytes // chunk.block) for chunk in chunks], dtype=np.int64)
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    block = chunks[0].block  # the same for all
-    nbytes = np.repeat(np.array([chunk.nbytes for chunk in chunks], dtype=np.int64), counts)
-    firsts = np.repeat(np.array([chunk.first_sum for chunk in chunks], dtype=np.int64), counts)
-    starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-    sizes = np.minimum(nbytes - within * block, block)
-    return _Chunks([chunk.name for chunk in chunks], starts, counts, sizes, chunks[0].sums[firsts + within])
 
 
 class _Blocks(msgspec.Struct, frozen=True, eq=False):

@@ -15,9 +15,9 @@ from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.format import INLINE_LIMIT, block_of
 from terrazzo.checkpoint.native.from_planner import data_of
 from terrazzo.checkpoint.native.index import RAW, ZSTD
-from terrazzo.checkpoint.native.manifest import RAW as RAW_OBJECT
-from terrazzo.checkpoint.native.manifest import TENSOR, TYPED, ObjectEntry, TensorEntry
 from terrazzo.checkpoint.native.plans import Form, Piece, WritePlan
+from terrazzo.checkpoint.native.root import RAW as RAW_OBJECT
+from terrazzo.checkpoint.native.root import TENSOR, TYPED, ObjectEntry, TensorEntry
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import Box

@@ -26,12 +26,11 @@ from terrazzo.checkpoint.native.format import (
     save_of,
 )
 from terrazzo.checkpoint.native.index import Rows, encode_index, name_hash
-from terrazzo.checkpoint.native.manifest import FileEntry
 from terrazzo.checkpoint.native.merging import About, merge
 from terrazzo.checkpoint.native.parts import Part, make_part
 from terrazzo.checkpoint.native.pump import Pump
 from terrazzo.checkpoint.native.reusing import Reused, find_unchanged, stored_numbers
-from terrazzo.checkpoint.native.root import PartEntry, Root
+from terrazzo.checkpoint.native.root import FileEntry, PartEntry, Root
 from terrazzo.checkpoint.native.work import Work
 from terrazzo.checkpoint.stores.base import Absent, Entry, Store, Upload, Version
 from terrazzo.errors import CheckpointError

@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint of format 2: straight from its root.
+"""What a rank reads of a checkpoint of terrazzo's format: straight from its root.
 
 Nearly every tensor has the shape and dtype that were saved, and mostly is cut as it was; then no more is made of it
 than the target itself. What does not fit is left to the planner, which knows what to say of it.
@@ -12,10 +12,9 @@ import torch
 
 from terrazzo.checkpoint.native.chunks import Overlap, place_in_grid
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
-from terrazzo.checkpoint.native.manifest import TENSOR
 from terrazzo.checkpoint.native.overlaps import Overlaps, complete_parts, whole_chunk
 from terrazzo.checkpoint.native.plans import Target
-from terrazzo.checkpoint.native.root import Root, StoredTensor
+from terrazzo.checkpoint.native.root import TENSOR, Root, StoredTensor
 from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded, plain_chunk
 from terrazzo.layout.box import Box
 

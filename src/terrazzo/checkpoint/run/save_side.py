@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import msgspec
 
 from terrazzo.checkpoint.metadata import Metadata
-from terrazzo.checkpoint.native.manifest import Path
 from terrazzo.checkpoint.native.plans import WritePlan
+from terrazzo.checkpoint.native.root import Path
 from terrazzo.checkpoint.planner import SavePlan
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult

@@ -9,7 +9,6 @@ from typing import Any
 from terrazzo.checkpoint.listing import Entry, Listing, corner
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.native.listing import about_save
-from terrazzo.checkpoint.native.manifest import Manifest
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.native.torch_numbers import listed
 from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor
@@ -50,14 +49,14 @@ class ReaderListing(Listing):
 
     def about(self) -> dict[str, Any]:
         manifest = self._checkpoint.metadata.storage_data
-        return about_save(manifest) if isinstance(manifest, (Manifest, Root)) else {}
+        return about_save(manifest) if isinstance(manifest, Root) else {}
 
     def boxes_of(self, name: str) -> list[Box]:
         return self._tensor(name).chunks
 
     def files_of(self, name: str) -> list[str | None]:
         manifest = self._checkpoint.metadata.storage_data
-        if isinstance(manifest, (Manifest, Root)):
+        if isinstance(manifest, Root):
             return list(manifest.files_of(name))
         return [None] * self._tensor(name).parts
 
