@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import checkpoint_scale as scale
-from terrazzo.checkpoint.native.coverage import check_coverage
+from terrazzo.checkpoint.native.coverage import faults_of
 from terrazzo.checkpoint.native.merging import About, merge
 from terrazzo.checkpoint.native.parts import make_part
 from terrazzo.checkpoint.native.root import Root, TensorEntry
@@ -124,12 +124,8 @@ def test_every_claim_is_written_once_and_bytes_balance(lowest: bool) -> None:
 
 def check(shape: tuple[int, ...], boxes: list[Box]) -> str:
     rows = np.array([(box.offsets, box.lengths) for box in boxes], dtype=np.int64).reshape(-1, 2, len(shape))
-    empty = np.empty((0, 2, 0), dtype=np.int64)
-    try:
-        check_coverage([TensorEntry("t", "float32", shape)], np.array([len(boxes)]), [empty] * len(shape) + [rows])
-    except CheckpointError as error:
-        return str(error)
-    return ""
+    shapes = np.array([shape], dtype=np.int64).reshape(1, len(shape))
+    return "; ".join(fault for _, fault in faults_of(shapes, np.array([len(boxes)]), rows))
 
 
 def shattered(box: Box, rng: random.Random) -> list[Box]:
@@ -164,7 +160,7 @@ def test_coverage_against_counting_elements() -> None:
 
 
 def test_coverage_of_odd_cases() -> None:
-    assert check((4,), [Box((2,), (4,)), Box((0,), (0,))]).startswith("the ranks")  # beyond the end
+    assert check((4,), [Box((2,), (4,)), Box((0,), (0,))]).startswith("a chunk reaches")  # beyond the end
     assert check((0, 3), [Box((0, 0), (0, 3))]) == ""
     assert "2 of 4 elements" in check((4,), [Box((0,), (2,))])
     assert "more than once" in check((4,), [Box((0,), (4,)), Box((1,), (1,))])
@@ -253,13 +249,17 @@ def test_any_chunks_of_any_ranks_are_found_again(data: st.DataObject) -> None:
     victim = data.draw(st.sampled_from([rank for rank in range(ranks) if chosen[rank]]))
     gone = data.draw(st.integers(0, len(chosen[victim]) - 1))
     missing = chosen[victim].pop(gone)
-    twice = data.draw(st.booleans())
-    if twice:  # somebody else has written it as well
+    kind = data.draw(st.sampled_from(["missing", "twice", "instead"]))
+    others = [other for offsets, (other, _) in expected[missing[0].name].items() if offsets != missing[1][: len(other)]]
+    if kind == "twice":  # another rank has written it as well
         chosen[victim] += [missing, missing]
+    elif kind == "instead" and others:  # what another rank has written, too
+        offsets = data.draw(st.sampled_from(sorted(expected[missing[0].name].keys() - {missing[1][: len(others[0])]})))
+        chosen[victim].append((missing[0], offsets + expected[missing[0].name][offsets][0]))
     parts[victim] = make_part([e for e, _ in chosen[victim]], [b for _, b in chosen[victim]], scale.part_entry(0), [])
-    if 0 in missing[0].shape or (not twice and len(expected[missing[0].name]) == 1):
+    if 0 in missing[0].shape or (kind != "twice" and not others):
         return
-    with pytest.raises(CheckpointError, match="more than once|written by [23]" if twice else "were not written"):
+    with pytest.raises(CheckpointError, match="more than once|written by [23]|were not written"):
         merge(parts, about)
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from terrazzo.checkpoint.native.coverage import check_coverage
+from terrazzo.checkpoint.native.coverage import faults_of, refuse
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
-from terrazzo.checkpoint.native.root import TENSOR, TensorEntry
 from terrazzo.errors import CheckpointError, DivergentValueError, PublishError
 from terrazzo.layout import Box
 from terrazzo.publish.parts import Parts, TensorInfo
@@ -120,15 +119,17 @@ def _check_whole(infos: dict[str, TensorInfo], keys: Sequence[tuple[str, Box]]) 
     by_name: dict[str, list[Box]] = {name: [] for name, info in infos.items() if 0 not in info.shape}
     for name, box in keys:
         by_name[name].append(box)
-    names = list(by_name)
-    entries = [TensorEntry(name, dtype_name(infos[name].dtype), infos[name].shape, TENSOR) for name in names]
-    rows: dict[int, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    for name in names:
-        rows.setdefault(len(infos[name].shape), []).extend((box.offsets, box.lengths) for box in by_name[name])
-    highest = max(rows, default=0)
-    boxes = [np.array(rows.get(d, []), dtype=np.int64).reshape(len(rows.get(d, [])), 2, d) for d in range(highest + 1)]
+    faults: list[tuple[str, str]] = []
+    for ndim in {len(infos[name].shape) for name in by_name}:
+        names = [name for name in by_name if len(infos[name].shape) == ndim]
+        shapes = np.array([infos[name].shape for name in names], dtype=np.int64).reshape(len(names), ndim)
+        counts = np.array([len(by_name[name]) for name in names], dtype=np.int64)
+        boxes = np.array([(box.offsets, box.lengths) for name in names for box in by_name[name]], dtype=np.int64)
+        faults += [
+            (names[row], fault) for row, fault in faults_of(shapes, counts, boxes.reshape(int(counts.sum()), 2, ndim))
+        ]
     try:
-        check_coverage(entries, np.array([len(by_name[name]) for name in names], dtype=np.int64), boxes)
+        refuse(sorted(faults))
     except CheckpointError as error:
         raise PublishError(
             "these ranks together do not have all elements of all tensors: construct the Publisher on all ranks that "

@@ -6,44 +6,40 @@ with equally many dims and chunks are checked together, as one array, because th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from terrazzo.checkpoint.native.root import TensorEntry
 from terrazzo.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
 _NAMED: Final = 10  # how many tensors an error lists
 
 
-def check_coverage(entries: list[TensorEntry], counts: Array, boxes: list[Array]) -> None:
-    """Raise unless each tensor's chunks cover it exactly.
+def faults_of(shapes: Array, counts: Array, boxes: Array) -> list[tuple[int, str]]:
+    """The numbers of the tensors whose chunks do not cover them exactly, and what is wrong with each.
 
-    `boxes[d]` has a row (offsets, lengths) for each chunk of a tensor of `d` dims, in the order of the table.
+    All have equally many dims: `boxes` has a row (offsets, lengths) for each chunk, `counts[n]` of them for the tensor
+    of `shapes[n]`, in this order.
     """
     faults: list[tuple[int, str]] = []
-    ndims = np.array([len(entry.shape) for entry in entries], dtype=np.int64)
-    for ndim in np.unique(ndims).tolist():
-        tensors = np.nonzero(ndims == ndim)[0]
-        of_tensor = counts[tensors]
-        first = np.cumsum(of_tensor) - of_tensor
-        for count in np.unique(of_tensor).tolist():
-            same = np.nonzero(of_tensor == count)[0]
-            if ndim == 0:
-                if count != 1:
-                    faults += [(index, f"written by {count} ranks") for index in tensors[same].tolist()]
-                continue
-            shapes = np.array([entries[index].shape for index in tensors[same].tolist()], dtype=np.int64)
-            rows = (
-                boxes[ndim][first[same][:, None] + np.arange(count)]
-                if count
-                else np.empty((len(same), 0, 2, ndim), int)
-            )
-            found = _faults(shapes, rows[:, :, 0], rows[:, :, 1])
-            faults += [(int(tensors[same[row]]), fault) for row, fault in found]
+    first = np.cumsum(counts) - counts
+    for count in np.unique(counts).tolist():
+        same = np.nonzero(counts == count)[0]
+        if shapes.shape[1] == 0:
+            faults += [(number, f"written by {count} ranks") for number in same.tolist() if count != 1]
+            continue
+        rows = boxes[first[same][:, None] + np.arange(count, dtype=np.int64)]
+        found = _faults(shapes[same], rows[:, :, 0], rows[:, :, 1])
+        faults += [(int(same[row]), fault) for row, fault in found]
+    return faults
+
+
+def refuse(faults: Sequence[tuple[str, str]]) -> None:
+    """Raise if there are faults, of the tensors of these names."""
     if faults:
-        lines = [f"{entries[index].name}: {fault}" for index, fault in sorted(faults)]
+        lines = [f"{name}: {fault}" for name, fault in faults]
         more = f"\n  and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
         raise CheckpointError(
             "the ranks did not write each element of each tensor exactly once; do all ranks that hold a shard take "
