@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from terrazzo.checkpoint import ChunkStorageMetadata, DefaultLoadPlanner, DefaultSavePlanner
-from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import checksum
@@ -82,14 +81,13 @@ def state_of(rank: int, job: Job) -> dict[str, Sharded]:
 
 def plan_save(rank: int, job: Job, state: dict[str, Sharded]) -> int:
     """What one rank does before it writes, with the messages of all ranks at hand; how many pieces it will write."""
-    with paused_collector():  # as a save does
-        planner = DefaultSavePlanner()
-        planner.set_up_ranks(rank, tuple(range(job.ranks)))
-        planner.set_up_planner(dict(state), None, rank == 0)
-        held = planner.hold()
-        assert held is not None
-        assert not groups_unsure([held.negotiation.notes()] * job.ranks)
-        return len(held.settled(held.negotiation.settled()).pieces)
+    planner = DefaultSavePlanner()
+    planner.set_up_ranks(rank, tuple(range(job.ranks)))
+    planner.set_up_planner(dict(state), None, rank == 0)
+    held = planner.hold()
+    assert held is not None
+    assert not groups_unsure([held.negotiation.notes()] * job.ranks)
+    return len(held.settled(held.negotiation.settled()).pieces)
 
 
 def parts_of(job: Job) -> list[Part]:
@@ -175,10 +173,9 @@ def with_index(data: bytes, rank: int, index: bytes) -> bytes:
 
 def read_part(data: bytes, index: bytes, state: dict[str, Sharded]) -> int:
     """One rank finds what it has to read, from the root and an index; returns the number of chunks."""
-    with paused_collector():  # as a load does
-        root = Root(data, "simulated")
-        planner = DefaultLoadPlanner()
-        planner.set_up_planner(dict(state), metadata_of(root), False)
-        plan = planner.read_plan()
-        assert plan is not None
-        return len(PartIndexes(root, IndexStore(index)).find(plan.targets))
+    root = Root(data, "simulated")
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(dict(state), metadata_of(root), False)
+    plan = planner.read_plan()
+    assert plan is not None
+    return len(PartIndexes(root, IndexStore(index)).find(plan.targets))

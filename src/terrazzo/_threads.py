@@ -1,4 +1,4 @@
-"""Threads that may be started while the interpreter ends, and settings that hold while any thread wants them.
+"""Threads that may be started while the interpreter ends.
 
 A process that ends waits for its saves, and for what follows them. By then executors of `concurrent.futures` accept no
 more work, so what used one would fail, without an error that the program sees.
@@ -11,9 +11,8 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
@@ -197,53 +196,3 @@ def _reset_workers() -> None:
 
 
 os.register_at_fork(after_in_child=_reset_workers)
-
-
-class WhileInside:
-    """A setting of the whole process that is changed while any thread is inside.
-
-    `change` is called whenever a thread comes in, `restore` when none is left. A thread that has ended without leaving
-    does not count, and in a forked process those of its parent do not.
-
-    >>> calls = []
-    >>> quiet = WhileInside(lambda: calls.append("change"), lambda: calls.append("restore"))
-    >>> with quiet.inside():
-    ...     calls
-    ['change']
-    >>> calls
-    ['change', 'restore']
-    """
-
-    def __init__(self, change: Callable[[], object], restore: Callable[[], object]) -> None:
-        self._change = change
-        self._restore = restore
-        self._lock = threading.Lock()
-        self._inside: list[threading.Thread] = []
-        os.register_at_fork(after_in_child=self._in_forked_process)
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Be inside while the context lasts."""
-        thread = threading.current_thread()
-        try:
-            with self._lock:
-                self._inside.append(thread)
-                self._change()
-            yield
-        finally:
-            with self._lock:
-                if thread in self._inside:
-                    self._inside.remove(thread)
-                self._restore_if_empty()
-
-    def _restore_if_empty(self) -> None:
-        self._inside = [thread for thread in self._inside if thread.is_alive()]
-        if not self._inside:
-            self._restore()
-
-    def _in_forked_process(self) -> None:
-        """Restore the setting, also if the thread that forked is inside: most forked processes never leave."""
-        self._lock = threading.Lock()  # another thread may have had it
-        if self._inside:
-            self._inside = []
-            self._restore()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -598,7 +597,7 @@ def test_the_thread_of_a_save_imports_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("planning", [False, True])
 def test_a_process_forked_during_a_save_can_save(planning: bool, tmp_path: Path) -> None:
-    """As the workers of a data loader are: they do not wait for the parent's save, and collect garbage."""
+    """As the workers of a data loader are: they do not wait for the parent's save."""
 
     class Planning(DefaultSavePlanner):
         def create_local_plan(self):
@@ -618,12 +617,11 @@ def test_a_process_forked_during_a_save_can_save(planning: bool, tmp_path: Path)
         planner=Planning() if planning else None,
         no_dist=True,
     )
-    assert inside.wait(30) and gc.isenabled() != planning
+    assert inside.wait(30)
     pid = os.fork()
     if pid == 0:
         signal.alarm(30)
         try:
-            assert gc.isenabled()
             save({"z": torch.ones(2)}, checkpoint_id=tmp_path / "b", no_dist=True)
             async_save({"z": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True).result(30)
             os._exit(0)
@@ -632,7 +630,6 @@ def test_a_process_forked_during_a_save_can_save(planning: bool, tmp_path: Path)
     assert os.waitpid(pid, 0)[1] == 0
     go_on.set()
     future.result(30)
-    assert gc.isenabled()
     for name in "bc":
         found = {"z": torch.zeros(2)}
         load(found, checkpoint_id=tmp_path / name, no_dist=True)

@@ -23,7 +23,6 @@ from terrazzo.checkpoint.run.failures import failure_of
 from terrazzo.checkpoint.run.process_saver import Parcel, ProcessSaver
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.checkpoint.run.staging import AsyncStager, Staging
-from terrazzo.checkpoint.run.turns import short_turns
 from terrazzo.checkpoint.stateful import resolve_stateful
 from terrazzo.checkpoint.storage import StorageWriter
 from terrazzo.checkpoint.stores import Store
@@ -153,7 +152,7 @@ def async_save(
             if isinstance(error, Exception) and told is not None:
                 raise told from error
             raise
-        work = partial(_beside_training, session, staging)
+        work = partial(session.run, staging.result)
         if process is not None and parcel is not None:
             work = partial(process.save, session, parcel)
         if isinstance(checkpoint_id, str | os.PathLike) and is_url(checkpoint_id):
@@ -163,12 +162,6 @@ def async_save(
         staging.in_use_until(future)
         background.start(work, future)
         return future
-
-
-def _beside_training(session: SaveSession, staging: Staging) -> Metadata:
-    """The save of a thread, which shares the interpreter with training."""
-    with short_turns():
-        return session.run(staging.result)
 
 
 def _doing(checkpoint_id: Any, writer: StorageWriter | None, store: Store | None) -> str:

@@ -18,10 +18,20 @@ from rich.text import Text
 
 from terrazzo.checkpoint.listing import Entry, Listing, in_order
 from terrazzo.checkpoint.manager.listing import steps_at
-from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.tools.listing import listing_of
 from terrazzo.checkpoint.tools.verify import verify
-from terrazzo.cli.screen import ERR, OUT, CheckpointPath, Json, errors, print_json, progress, say, shown
+from terrazzo.cli.screen import (
+    ERR,
+    OUT,
+    CheckpointPath,
+    Json,
+    errors,
+    paused_collector,
+    print_json,
+    progress,
+    say,
+    shown,
+)
 from terrazzo.cli.steps import list_steps
 from terrazzo.layout.box import Box
 

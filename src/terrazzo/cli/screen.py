@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,18 @@ def errors() -> Iterator[None]:
     except (TerrazzoError, OSError) as error:
         say(f"error: {error}", on=ERR, style="red")
         raise typer.Exit(2) from error
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Inside, Python's garbage collector does not run: what a command lists lives until its end."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -12,9 +12,8 @@ import typer
 
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.manager.listing import steps_at
-from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.stores.places import is_url
-from terrazzo.cli.screen import errors, progress, say
+from terrazzo.cli.screen import errors, paused_collector, progress, say
 from terrazzo.errors import ViewError
 from terrazzo.launch.config import read_run
 from terrazzo.layout import Layout, Replicate

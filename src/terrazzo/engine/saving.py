@@ -31,7 +31,6 @@ from terrazzo.checkpoint import (
 )
 from terrazzo.checkpoint.manager.committing import do_together, reduce_over, save_named
 from terrazzo.checkpoint.manager.tiers import Which
-from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST as LATEST_NAMES
 from terrazzo.checkpoint.native.names import name_as_latest, name_of_step, named_by_latest
@@ -219,7 +218,6 @@ def load_step(engine: Trained, manager: CheckpointManager, which: Which, **optio
     return manager.restore(which, read), client_state
 
 
-@paused_collector()  # once, instead of for each of the many small values
 def load_engine(
     engine: Trained, path: Place, *, strict: bool, optimizer: bool, lr_scheduler: bool, module_only: bool
 ) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Final
 import torch
 
 from terrazzo.checkpoint.native.chunks import Overlap
-from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.from_planner import on_meta
@@ -89,8 +88,7 @@ class Reading:
         commit: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         """Fill what `resolve` gives for each part of each target, and tell `commit` when it is full."""
-        with paused_collector():
-            hits = self.index.find(targets)
+        hits = self.index.find(targets)
         pieces = Counter((hit.target, id(hit.overlap)) for hit in hits if hit.part is not None)
         in_pieces: dict[tuple[int, int], Filling] = {}
 

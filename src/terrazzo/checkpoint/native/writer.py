@@ -15,7 +15,6 @@ import numpy as np
 import terrazzo
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.native import objects
-from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.datafile import Chunk, FileLayout, file_header, lay_out, row_major_windows
 from terrazzo.checkpoint.native.format import (
     INLINE_INDEX,
@@ -69,16 +68,15 @@ def write_part(
 
     What is in the checkpoint `base` already is not written again.
     """
-    with paused_collector():
-        chunks, inline = work.chunks(options.compression)
-        if store.caps.file_bytes is not None:
-            chunks = [piece for chunk in chunks for piece in _cut(chunk, store.caps.file_bytes)]
-        chunks, tied = _without_tied(chunks, work)
-        reused: list[Reused] = []
-        if base is not None:
-            chunks, reused = find_unchanged(chunks, work.tensor, store, base, options.buffer_bytes, files.save_id)
-        groups = _groups(chunks, options, store.caps.file_bytes)
-        layouts = [lay_out(group, files.save_id) for group in groups]
+    chunks, inline = work.chunks(options.compression)
+    if store.caps.file_bytes is not None:
+        chunks = [piece for chunk in chunks for piece in _cut(chunk, store.caps.file_bytes)]
+    chunks, tied = _without_tied(chunks, work)
+    reused: list[Reused] = []
+    if base is not None:
+        chunks, reused = find_unchanged(chunks, work.tensor, store, base, options.buffer_bytes, files.save_id)
+    groups = _groups(chunks, options, store.caps.file_bytes)
+    layouts = [lay_out(group, files.save_id) for group in groups]
     names = [data_name(files.save_id, files.rank, index if len(layouts) > 1 else None) for index in range(len(layouts))]
     # Not those that kept their names: they are the base's own, in this very place.
     adopted = {each.stored.file.name for each in reused if save_of(each.stored.file.name) == files.save_id}

@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
-from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.plans import ReadPlan
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner
 from terrazzo.checkpoint.run import messages
@@ -138,23 +137,18 @@ class LoadSession:
 
     def _set_up(self, state_dict: STATE_DICT_TYPE, root: bytes | None) -> None:
         check_planner(self.planner)
-        with paused_collector():
-            metadata = self.reader.read_metadata() if root is None else self._storage.use_root(root)
+        metadata = self.reader.read_metadata() if root is None else self._storage.use_root(root)
         self._side.set_up_ranks(self.team.rank, self.team.ranks)
         self.planner.set_up_planner(state_dict, metadata, self.team.is_coordinator)
         self.reader.set_up_storage_reader(metadata, self.team.is_coordinator)
 
     def _items(self) -> LoadPlan:
         """This rank's plan as PyTorch's items."""
-        with paused_collector():
-            return self.reader.prepare_local_plan(self.planner.create_local_plan())
+        return self.reader.prepare_local_plan(self.planner.create_local_plan())
 
     def _own_plan(self) -> ReadPlan | None:
         """This rank's plan in the library's own form; None if planner or reader need PyTorch's items."""
-        if not self._storage.takes_read_plans:
-            return None
-        with paused_collector():
-            return self._side.read_plan()
+        return self._side.read_plan() if self._storage.takes_read_plans else None
 
     def _read_alone(self, state_dict: STATE_DICT_TYPE, root: bytes | None = None) -> None:
         """Plan and read, without communication."""

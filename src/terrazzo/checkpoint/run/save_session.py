@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
-from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.plan.held import Held
 from terrazzo.checkpoint.plan.ownership import Negotiation, Note, answers, groups_unsure
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner
@@ -156,8 +155,7 @@ class SaveSession:
         """A function that writes this rank's part, and the paths of its names, now that all holders are known."""
         rank = self.team.rank
         if could.held is not None:
-            with paused_collector():
-                own = could.held.settled(holders)
+            own = could.held.settled(holders)
             return lambda: self.side.write(own, save_id, rank), own.paths
         assert could.plan is not None and could.negotiation is not None
         shared = self.planner_side.share_plan(could.plan, could.negotiation, holders)
@@ -186,7 +184,7 @@ class SaveSession:
             self.planner_side.set_up_ranks(self.team.rank, self.team.ranks)
             set_up_save_planner(self.planner, values, self.writer, self.team.is_coordinator)
             self.writer.set_up_storage_writer(self.team.is_coordinator)
-            with operation("plan", self.checkpoint_id, self.team.rank) as event, paused_collector():
+            with operation("plan", self.checkpoint_id, self.team.rank) as event:
                 held = self.planner_side.hold() if self.side.takes_write_plans else None
                 if held is not None:
                     could = _Could(held=held, negotiation=held.negotiation)

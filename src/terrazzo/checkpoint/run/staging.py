@@ -22,7 +22,6 @@ import torch
 
 from terrazzo._threads import Worker
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex
-from terrazzo.checkpoint.native.collector import paused_collector
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
 from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import encode
@@ -210,10 +209,9 @@ class BlockingAsyncStager:
 
     def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
         """A copy of the state dict in host memory, complete when this returns."""
-        with paused_collector():
-            skeleton, sources = take_apart(state_dict, self.type_check)
-            memory = self._memory if self.cache_staged_state_dict else HostMemory()
-            return put_together(skeleton, memory.copy(sources))
+        skeleton, sources = take_apart(state_dict, self.type_check)
+        memory = self._memory if self.cache_staged_state_dict else HostMemory()
+        return put_together(skeleton, memory.copy(sources))
 
     def synchronize_staging(self) -> None:
         """Do nothing: `stage` has waited."""

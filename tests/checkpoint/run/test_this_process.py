@@ -1,0 +1,63 @@
+"""Saves and loads change no settings of the process that they run in, and leave no threads."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from terrazzo.checkpoint import Checkpoint, FileSystemWriter, SavePlan, SavePlanner, async_save, load, save, verify
+
+
+def test_a_save_and_a_load_leave_the_process_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[str] = []
+    for module, name in [(sys, "setswitchinterval"), *((gc, name) for name in vars(gc))]:
+        if name in ("setswitchinterval", "disable", "enable", "freeze", "unfreeze", "collect", "set_threshold"):
+
+            def noted(*args: Any, name: str = name) -> None:
+                changed.append(name)
+
+            monkeypatch.setattr(module, name, noted)
+    before = threading.enumerate()
+    state = {f"w.{number}": torch.ones(3) for number in range(50)} | {"values": list(range(10))}
+    save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    async_save(state, checkpoint_id=tmp_path / "b", no_dist=True).result()
+    load({name: torch.zeros(3) for name in state if name != "values"}, checkpoint_id=tmp_path / "b", no_dist=True)
+    assert Checkpoint(tmp_path / "a")["values"] == state["values"] and verify(tmp_path / "a") == []
+    for thread in threading.enumerate():
+        if thread.name == "terrazzo-save":
+            thread.join(30)
+    assert changed == [] and threading.enumerate() == before
+
+
+class Waiting(FileSystemWriter):
+    """Writes when it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.writes, self.go_on = threading.Event(), threading.Event()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        self.writes.set()
+        assert self.go_on.wait(30)
+        return super().write_data(plan, planner)
+
+
+def test_a_save_whose_thread_is_interrupted_has_an_error(tmp_path: Path) -> None:
+    """As debuggers and notebooks do it: an exception that appears in the thread from outside."""
+    writer = Waiting(tmp_path)
+    future = async_save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    assert writer.writes.wait(30)
+    (thread,) = [each for each in threading.enumerate() if each.name == "terrazzo-save"]
+    asked = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    assert asked == 1
+    writer.go_on.set()
+    assert future.exception(30) is not None
+    thread.join(30)
+    assert not list(tmp_path.glob("data-*")) and not (tmp_path / "manifest.terrazzo").exists()
