@@ -87,7 +87,7 @@ def plan_save(rank: int, job: Job, state: dict[str, Sharded]) -> int:
     held = planner.hold()
     assert held is not None
     assert not groups_unsure([held.negotiation.notes()] * job.ranks)
-    return len(held.settled(held.negotiation.settled()).pieces)
+    return len(held.settled(held.negotiation.settled()))
 
 
 def parts_of(job: Job) -> list[Part]:

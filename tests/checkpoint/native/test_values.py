@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +12,37 @@ import pytest
 import torch
 
 from terrazzo.checkpoint import Checkpoint, FileSystemWriter, load, save, verify
-from terrazzo.checkpoint.native import work
+from terrazzo.checkpoint.native import writer
 from terrazzo.checkpoint.native.cleaning import read_manifest
-from terrazzo.checkpoint.native.datafile import Chunk
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
 from terrazzo.checkpoint.native.index import decode_index, encode_index
 from terrazzo.checkpoint.native.listing import NativeListing
 from terrazzo.checkpoint.native.reader import Reading
-from terrazzo.checkpoint.native.root import TENSOR, Root, RootHead, TensorEntry, encode_root
+from terrazzo.checkpoint.native.root import TENSOR, ObjectEntry, Root, RootHead, encode_root
+from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError
+from terrazzo.layout.box import Box
 
 VALUE = {"names": [f"layer {number}" for number in range(3000)]}  # longer than what the root holds
 
 
-def in_pieces(ends: tuple[int, ...]) -> Callable[..., None]:
-    """Store objects as chunks that end at these bytes, and at the object's end."""
+def in_pieces(ends: tuple[int, ...]) -> Callable[..., Any]:
+    """Store objects as rows that end at these bytes, and at the object's end."""
+    original = writer._to_files
 
-    def add_object(self: Any, name: str, kind: int, payload: bytes, source: object) -> None:
-        entry = TensorEntry(name, "uint8", (len(payload),), kind)
-        start = 0
-        for end in (*ends, len(payload)):
-            piece = payload[start:end]
-            self.chunks.append(Chunk(entry, torch.uint8, (start,), (len(piece),), len(piece), source, piece))
-            start = end
+    def to_files(rows: Sequence[Row], compression: bool) -> tuple[list[Row], list[ObjectEntry]]:
+        found, inline = original(rows, compression)
+        cut: list[Row] = []
+        for row in found:
+            bounds = (0, *ends, row.form.nbytes) if row.kind != TENSOR else ()
+            for start, end in zip(bounds, bounds[1:], strict=False):
+                form = msgspec.structs.replace(row.form, box=Box((start,), (end - start,)), nbytes=end - start)
+                cut.append(msgspec.structs.replace(row, form=form, value=row.data()[start:end]))
+            cut += [] if bounds else [row]
+        return cut, inline
 
-    return add_object
+    return to_files
 
 
 @pytest.mark.parametrize("ends", [(), (16384,), (5000, 6000, 20000)], ids=["one", "a grid", "no grid"])
@@ -45,7 +50,7 @@ def in_pieces(ends: tuple[int, ...]) -> Callable[..., None]:
 def test_a_value_in_several_chunks_is_read(
     ends: tuple[int, ...], kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work._Made, "add_object", in_pieces(ends))
+    monkeypatch.setattr(writer, "_to_files", in_pieces(ends))
     store: Store = LocalStore(tmp_path) if kind is LocalStore else MemoryStore()
     save({"value": VALUE["names"], "w": torch.arange(6.0)}, store=store, no_dist=True)
     root = read_manifest(store)

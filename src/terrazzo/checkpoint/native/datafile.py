@@ -9,74 +9,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
-import torch
 
 from terrazzo.checkpoint.native.dtypes import safetensors_form
-from terrazzo.checkpoint.native.format import BLOCK, PAGE, VERSION, chunk_suffix
-from terrazzo.checkpoint.native.root import TensorEntry
+from terrazzo.checkpoint.native.format import PAGE, VERSION, chunk_suffix
+from terrazzo.checkpoint.native.rows import Row
 from terrazzo.layout.box import Box
-
-
-class Chunk(msgspec.Struct, frozen=True, eq=False):
-    """What is to be written: a box of a tensor, or an object's bytes. `work` gets the data for its `source`."""
-
-    entry: TensorEntry
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    nbytes: int
-    source: Any
-    payload: bytes | None = None
-    part: Box | None = None  # of what the source is, if the chunk is not all of it
-    block: int = BLOCK
-    codec: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A data file before it is written: its header, and where each chunk will begin.
+    """A data file before it is written: its header, and where each row will begin.
 
     With a codec these are upper bounds, because the compressed sizes are not known yet.
     """
 
     header: bytes
-    chunks: tuple[Chunk, ...]
+    rows: tuple[Row, ...]
     starts: tuple[int, ...]
     size: int
 
 
-def lay_out(chunks: Sequence[Chunk], save_id: str) -> FileLayout:
-    """Order the chunks and place them in a file."""
-    ordered = tuple(sorted(chunks, key=_file_order))
-    header = file_header(ordered, [chunk.nbytes for chunk in ordered], save_id)
+def lay_out(rows: Sequence[Row], save_id: str) -> FileLayout:
+    """Order the rows and place them in a file."""
+    ordered = tuple(sorted(rows, key=_file_order))
+    header = file_header(ordered, [row.form.nbytes for row in ordered], save_id)
     position = len(header)
     starts = []
-    for chunk in ordered:
+    for row in ordered:
         starts.append(position)
-        position += chunk.nbytes
+        position += row.form.nbytes
     return FileLayout(header, ordered, tuple(starts), position)
 
 
-def file_header(chunks: Sequence[Chunk], stored: Sequence[int], save_id: str, size: int | None = None) -> bytes:
-    """The header of a file in which the chunks have so many bytes; padded to a page, or to `size`."""
+def file_header(rows: Sequence[Row], stored: Sequence[int], save_id: str, size: int | None = None) -> bytes:
+    """The header of a file in which the rows have so many bytes; padded to a page, or to `size`."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "terrazzo": str(VERSION), "save_id": save_id}}
     position = 0
-    forms: dict[tuple[object, ...], tuple[str, list[int], str]] = {}  # many chunks share one
-    for chunk, nbytes in zip(chunks, stored, strict=True):
-        shared = (chunk.dtype, chunk.offsets, chunk.lengths, chunk.entry.shape)
-        form = forms.get(shared)
-        if form is None:
-            form = forms[shared] = (
-                *safetensors_form(chunk.dtype, chunk.lengths),
-                chunk_suffix(chunk.offsets, chunk.lengths, chunk.entry.shape),
-            )
-        code, shape, suffix = form
-        if chunk.codec:
+    said: dict[int, tuple[str, list[int], str]] = {}  # by form, which many rows share
+    for row, nbytes in zip(rows, stored, strict=True):
+        form = row.form
+        known = said.get(id(form))
+        if known is None:
+            offsets, lengths = form.box.offsets, form.box.lengths
+            suffix = chunk_suffix(offsets, lengths, form.shape)
+            known = said[id(form)] = (*safetensors_form(form.dtype, lengths), suffix)
+        code, shape, suffix = known
+        if form.codec:
             code, shape, suffix = "U8", [nbytes], suffix + "#zstd"
-        key = chunk.entry.name + suffix
+        key = row.name + suffix
         if key in entries:
             key = _free_key(key, entries)
         entries[key] = {"dtype": code, "shape": shape, "data_offsets": (position, position + nbytes)}
@@ -95,8 +77,8 @@ def _free_key(key: str, taken: dict[str, object]) -> str:
     return found
 
 
-def _file_order(chunk: Chunk) -> tuple[bool, int]:
-    return (chunk.nbytes % PAGE != 0, -chunk.dtype.itemsize)
+def _file_order(row: Row) -> tuple[bool, int]:
+    return (row.form.nbytes % PAGE != 0, -row.form.dtype.itemsize)
 
 
 def row_major_windows(shape: Sequence[int], limit: int) -> list[Box]:

@@ -1,7 +1,7 @@
-"""What a rank reads and what it writes, in the library's own form: immutable data that the native format carries out.
+"""What a rank reads, in the library's own form: immutable data that the native format carries out.
 
-PyTorch's items (`ReadItem`, `WriteItem`) are made from these only where a planner, a reader or a writer of a user's
-own wants to see them: a name and an index for every tensor cost more than all the rest of a plan.
+PyTorch's items (`ReadItem`) are made from these only where a planner or a reader of a user's own wants to see them: a
+name and an index for every tensor cost more than all the rest of a plan.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from operator import mul
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -68,37 +68,6 @@ class Receiver(Protocol):
     def put_value(self, name: str, value: io.BytesIO) -> None:
         """Put a value that has been read into the state dict."""
         ...
-
-
-class Form(msgspec.Struct, frozen=True, gc=False):
-    """What chunks of many tensors have in common: dtype and shape of the tensor, and the chunk's box."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    box: Box
-    nbytes: int
-    requires_grad: bool = False
-
-
-class Piece(msgspec.Struct, frozen=True, eq=False):
-    """A chunk that a rank writes, or with no form an object; `value` is the tensor, or the object's bytes.
-
-    It is part `part` of the rank's holding `holding`.
-    """
-
-    name: str
-    form: Form | None
-    value: Any
-    holding: int
-    part: int = 0
-
-
-class WritePlan(msgspec.Struct, frozen=True):
-    """What a rank writes; `ties` are holdings that are the same memory as another one, and that one."""
-
-    pieces: Sequence[Piece]
-    ties: dict[int, int]
-    paths: dict[str, tuple[Any, ...]] | None = None  # of names in the nested state dict
 
 
 def narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Writing chunks into a data file: checksummed while they are in the cache, in few large writes, with little memory.
+"""Writing rows into a data file: checksummed while they are in the cache, in few large writes, with little memory.
 
 CPU tensors are written from where they are. What is not contiguous, or lives on an accelerator, passes through two
 small buffers (pinned for an accelerator), of which one is filled while the other is written.
@@ -7,17 +7,19 @@ small buffers (pinned for an accelerator), of which one is filled while the othe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
 import xxhash
 
 from terrazzo.checkpoint.native.codec import encode_frame
-from terrazzo.checkpoint.native.datafile import Chunk, row_major_windows
+from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.dtypes import as_bytes
 from terrazzo.checkpoint.native.format import BLOCK, checksum
 from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.root import TENSOR
+from terrazzo.checkpoint.native.rows import Form, Row
 from terrazzo.checkpoint.stores.base import Upload
 from terrazzo.errors import CheckpointError
 
@@ -32,10 +34,10 @@ _MAX_BUFFERS: Final = 1000
 
 
 class Pump:
-    """Writes chunks that follow one another in a file; one per thread.
+    """Writes rows that follow one another in a file; one per thread.
 
-    Afterwards `starts` has where each chunk begins, `stored` how many bytes it has there, `sums` the checksums of all
-    blocks, and `frames` the stored bytes of the blocks of chunks that have a codec.
+    Afterwards `starts` has where each row begins, `stored` how many bytes it has there, `sums` the checksums of all
+    blocks, and `frames` the stored bytes of the blocks of rows that have a codec.
     """
 
     def __init__(self, file: Upload, start: int, buffer_bytes: int) -> None:
@@ -53,43 +55,43 @@ class Pump:
         self.sums: list[int] = []
         self.frames: list[int] = []
 
-    def write(self, chunks: Sequence[Chunk], data_of: Callable[[Any], Any]) -> None:
-        """Write the chunks one after the other; `data_of` has the tensors behind their sources."""
+    def write(self, rows: Sequence[Row]) -> None:
+        """Write the data of the rows, one after the other."""
         start = self._written + self._waiting_bytes
-        for chunk in chunks:
+        for row in rows:
             self.starts.append(start)
-            if chunk.payload is not None:
-                self._add(memoryview(chunk.payload), chunk.payload, chunk)
+            data = row.data()
+            if row.kind == TENSOR:
+                self._add_tensor(row, data)
             else:
-                self._add_tensor(chunk, data_of(chunk.source))
+                self._add(memoryview(data), data, row.form)
             end = self._written + self._waiting_bytes
             self.stored.append(end - start)
             start = end
         self.flush()
 
-    def _add_tensor(self, chunk: Chunk, tensor: Any) -> None:
-        if chunk.part is not None and isinstance(tensor, torch.Tensor):
-            tensor = tensor[chunk.part.slices()]
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != chunk.dtype or tensor.shape != chunk.lengths:
-            raise _broken_promise(chunk, tensor)
+    def _add_tensor(self, row: Row, tensor: Any) -> None:
+        form = row.form
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != form.dtype or tensor.shape != form.box.lengths:
+            raise _broken_promise(row, tensor)
         if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            self._add(bytes_of(tensor), tensor, chunk)
+            self._add(bytes_of(tensor), tensor, form)
         else:
-            self._add_through_buffers(as_bytes(tensor), chunk)
+            self._add_through_buffers(as_bytes(tensor), form)
 
-    def _add(self, data: memoryview, owner: object, chunk: Chunk) -> None:
-        nbytes, block = len(data), chunk.block
-        if chunk.codec:
+    def _add(self, data: memoryview, owner: object, form: Form) -> None:
+        nbytes, block = len(data), form.block
+        if form.codec:
             for start in range(0, nbytes, block):
-                self._add_frame(data[start : start + block], chunk)
+                self._add_frame(data[start : start + block], form)
         elif 0 < nbytes <= self._piece:
             self._queue(data, owner, block)
         else:
             for start in range(0, nbytes, self._piece):
                 self._queue(data[start : start + self._piece], owner, block)
 
-    def _add_frame(self, data: memoryview, chunk: Chunk) -> None:
-        frame = encode_frame(data, chunk.dtype.itemsize)
+    def _add_frame(self, data: memoryview, form: Form) -> None:
+        frame = encode_frame(data, form.dtype.itemsize)
         self.frames.append(len(frame))
         self._queue(memoryview(frame), frame, len(frame))
         if self._waiting_bytes >= _FRAMES:
@@ -119,18 +121,18 @@ class Pump:
             self._written += self._waiting_bytes
             self._waiting, self._kept, self._waiting_bytes = [], [], 0
 
-    def _add_through_buffers(self, tensor: torch.Tensor, chunk: Chunk) -> None:
-        if chunk.codec:
+    def _add_through_buffers(self, tensor: torch.Tensor, form: Form) -> None:
+        if form.codec:
             frame = bytearray()
             for piece in self._through_buffers(tensor):
                 frame += piece
-                while len(frame) >= chunk.block:
-                    self._add_frame(memoryview(bytes(frame[: chunk.block])), chunk)
-                    del frame[: chunk.block]
+                while len(frame) >= form.block:
+                    self._add_frame(memoryview(bytes(frame[: form.block])), form)
+                    del frame[: form.block]
             if frame:
-                self._add_frame(memoryview(bytes(frame)), chunk)
+                self._add_frame(memoryview(bytes(frame)), form)
             return
-        sums = BlockSums(chunk.block)
+        sums = BlockSums(form.block)
         self.flush()
         for piece in self._through_buffers(tensor):
             sums.update(piece)
@@ -212,11 +214,11 @@ def _flat_windows(tensor: torch.Tensor, limit: int) -> list[torch.Tensor]:
     return [tensor[box.slices()] for box in row_major_windows(tensor.shape, limit)]
 
 
-def _broken_promise(chunk: Chunk, data: object) -> CheckpointError:
+def _broken_promise(row: Row, data: object) -> CheckpointError:
     got = (
         f"a {data.dtype} tensor of shape {tuple(data.shape)}" if isinstance(data, torch.Tensor) else type(data).__name__
     )
     return CheckpointError(
-        f"{chunk.entry.name!r}: the plan promised a {chunk.dtype} tensor of shape {chunk.lengths}, but the planner's "
+        f"{row.name!r}: the plan promised a {row.form.dtype} tensor of shape {row.form.box.lengths}, but the planner's "
         f"resolve_data gave {got}; a planner that converts data must change the items of its plan as well"
     )

@@ -9,18 +9,19 @@ file that is missing or has another size is not adopted, and its chunks are writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
 from terrazzo.checkpoint.native.cleaning import read_manifest
-from terrazzo.checkpoint.native.datafile import Chunk
+from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import adopted_name
 from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.pump import Pump
 from terrazzo.checkpoint.native.root import FileEntry
+from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.stores.base import Store, Upload
 from terrazzo.errors import CheckpointNotFoundError
 
@@ -28,12 +29,11 @@ from terrazzo.errors import CheckpointNotFoundError
 _WORTH_KEEPING: Final = 0.25
 
 
-class Reused:
-    """A chunk, and where it is stored already: in a file of the new checkpoint."""
+class Reused(msgspec.Struct, frozen=True, eq=False):
+    """A row, and where it is stored already: in a file of the new checkpoint."""
 
-    def __init__(self, chunk: Chunk, stored: StoredChunk) -> None:
-        self.chunk = chunk
-        self.stored = stored
+    row: Row
+    stored: StoredChunk
 
 
 class _Nowhere(Upload):
@@ -50,14 +50,9 @@ class _Nowhere(Upload):
 
 
 def find_unchanged(
-    chunks: Sequence[Chunk],
-    data_of: Callable[[Any], Any],
-    store: Store,
-    base: Store,
-    buffer_bytes: int,
-    save_id: str,
-) -> tuple[list[Chunk], list[Reused]]:
-    """Which of the chunks have to be written, and which are in the base; the latter's files are adopted by `store`.
+    rows: Sequence[Row], store: Store, base: Store, buffer_bytes: int, save_id: str
+) -> tuple[list[Row], list[Reused]]:
+    """Which of the rows have to be written, and which are in the base; the latter's files are adopted by `store`.
 
     The save's id is for the adopted files' names.
     """
@@ -66,32 +61,33 @@ def find_unchanged(
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"base: there is no committed checkpoint at {base.location}") from error
     stored = PartIndexes(root, base).by_box()
-    candidates: list[tuple[Chunk, StoredChunk]] = []
-    for chunk in chunks:
-        found = stored.get((chunk.entry.name, chunk.offsets, chunk.lengths))
-        if found is not None and _is_same(chunk, found, data_of, buffer_bytes):
-            candidates.append((chunk, found))
+    candidates: list[tuple[Row, StoredChunk]] = []
+    for row in rows:
+        found = stored.get((row.name, row.form.box.offsets, row.form.box.lengths))
+        if found is not None and _is_same(row, found, buffer_bytes):
+            candidates.append((row, found))
     adopted = _adopted([found for _, found in candidates], store, base, save_id)
     reused = [
-        Reused(chunk, msgspec.structs.replace(found, file=adopted[found.file.name]))
-        for chunk, found in candidates
+        Reused(row, msgspec.structs.replace(found, file=adopted[found.file.name]))
+        for row, found in candidates
         if found.file.name in adopted
     ]
-    settled = {id(each.chunk) for each in reused}
-    return [chunk for chunk in chunks if id(chunk) not in settled], reused
+    settled = {id(each.row) for each in reused}
+    return [row for row in rows if id(row) not in settled], reused
 
 
-def _is_same(chunk: Chunk, stored: StoredChunk, data_of: Callable[[Any], Any], buffer_bytes: int) -> bool:
-    alike = (chunk.entry.dtype, chunk.nbytes, chunk.block, chunk.codec) == (
+def _is_same(row: Row, stored: StoredChunk, buffer_bytes: int) -> bool:
+    form = row.form
+    alike = (dtype_name(form.dtype), form.nbytes, form.block, form.codec) == (
         stored.dtype,
         stored.nbytes,
         stored.block,
         stored.codec,
     )
-    if not alike or chunk.nbytes == 0:
+    if not alike or form.nbytes == 0:
         return False
     pump = Pump(_Nowhere(), 0, buffer_bytes)
-    pump.write([chunk], data_of)
+    pump.write([row])
     count = len(pump.sums)
     same: bool = pump.sums == stored.sums[stored.first_sum : stored.first_sum + count].tolist()
     if same and stored.codec:

@@ -17,12 +17,13 @@ from terrazzo.checkpoint.native import marker, objects
 from terrazzo.checkpoint.native.cleaning import committed_manifest, read_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
+from terrazzo.checkpoint.native.from_planner import rows_of
 from terrazzo.checkpoint.native.leases import SaveLease
 from terrazzo.checkpoint.native.parts import PartResults
-from terrazzo.checkpoint.native.plans import ReadPlan, Receiver, WritePlan
+from terrazzo.checkpoint.native.plans import ReadPlan, Receiver
 from terrazzo.checkpoint.native.reader import Reading
 from terrazzo.checkpoint.native.root import TYPED, Root
-from terrazzo.checkpoint.native.work import PlannedItems, PlannedPieces, Work
+from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.native.writer import (
     FilesOfRank,
     WriteOptions,
@@ -115,12 +116,12 @@ class NativeWriter(StorageWriter):
         if not isinstance(plan.storage_data, FilesOfRank):
             raise CheckpointError("the plan has not passed through this writer's prepare_global_plan")
         future: Future[Any] = Future()
-        future.set_result(self._write(PlannedItems(plan, planner), plan.storage_data))
+        future.set_result(self._write(rows_of(plan, planner), plan.storage_data))
         return future
 
-    def _write(self, work: Work, files: FilesOfRank) -> PartResults:
+    def _write(self, rows: Sequence[Row], files: FilesOfRank) -> PartResults:
         self._files = files
-        return PartResults(write_part(self.store, work, files, self.options, self.base))
+        return PartResults(write_part(self.store, rows, files, self.options, self.base))
 
     def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
         parts = []
@@ -158,14 +159,14 @@ class NativeWriter(StorageWriter):
         return self
 
     @property
-    def takes_write_plans(self) -> bool:
-        """Whether plans come in the library's own form: not if a subclass sees or changes PyTorch's."""
+    def takes_rows(self) -> bool:
+        """Whether a rank's part comes as rows: not if a subclass sees or changes PyTorch's plans."""
         kind, own = type(self), vars(self)
         return all(getattr(kind, name) is getattr(NativeWriter, name) and name not in own for name in _SEES_SAVE_PLANS)
 
-    def write(self, plan: WritePlan, save_id: str, rank: int) -> Sequence[WriteResult]:
-        """Carry out a rank's plan in the library's own form."""
-        return self._write(PlannedPieces(plan), FilesOfRank(save_id, rank))
+    def write(self, rows: Sequence[Row], save_id: str, rank: int) -> Sequence[WriteResult]:
+        """Write a rank's rows."""
+        return self._write(rows, FilesOfRank(save_id, rank))
 
     def build_on(self, base: Store) -> None:
         """Chunks that the checkpoint there has already need not be written again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -15,26 +15,29 @@ import numpy as np
 import terrazzo
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.native import objects
-from terrazzo.checkpoint.native.datafile import Chunk, FileLayout, file_header, lay_out, row_major_windows
+from terrazzo.checkpoint.native.codec import FRAME
+from terrazzo.checkpoint.native.datafile import FileLayout, file_header, lay_out, row_major_windows
 from terrazzo.checkpoint.native.format import (
     INLINE_INDEX,
+    INLINE_LIMIT,
     MANIFEST,
     checksum,
     data_name,
     index_name,
     save_of,
 )
-from terrazzo.checkpoint.native.index import Rows, encode_index, name_hash
+from terrazzo.checkpoint.native.index import ZSTD, Rows, encode_index, name_hash
 from terrazzo.checkpoint.native.merging import About, merge
 from terrazzo.checkpoint.native.parts import Part, make_part
 from terrazzo.checkpoint.native.pump import Pump
 from terrazzo.checkpoint.native.reusing import Reused, find_unchanged, stored_numbers
-from terrazzo.checkpoint.native.root import FileEntry, PartEntry, Root
-from terrazzo.checkpoint.native.work import Work
+from terrazzo.checkpoint.native.root import TENSOR, FileEntry, ObjectEntry, PartEntry, Root
+from terrazzo.checkpoint.native.rows import Form, Row
 from terrazzo.checkpoint.stores.base import Absent, Entry, Store, Upload, Version
 from terrazzo.errors import CheckpointError
 
 _FILES_AT_ONCE: Final = 4
+_WORTH_COMPRESSING: Final = 1024  # bytes
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
@@ -59,23 +62,23 @@ class WriteOptions:
 
 def write_part(
     store: Store,
-    work: Work,
+    rows: Sequence[Row],
     files: FilesOfRank,
     options: WriteOptions,
     base: Store | None = None,
 ) -> Part:
-    """Write all that there is to write, durably; if that fails, leave nothing behind.
+    """Write all rows, durably; if that fails, leave nothing behind.
 
     What is in the checkpoint `base` already is not written again.
     """
-    chunks, inline = work.chunks(options.compression)
+    rows, inline = _to_files(rows, options.compression)
+    rows, tied = _without_tied(rows)
     if store.caps.file_bytes is not None:
-        chunks = [piece for chunk in chunks for piece in _cut(chunk, store.caps.file_bytes)]
-    chunks, tied = _without_tied(chunks, work)
+        rows, tied = _cut(rows, tied, store.caps.file_bytes)
     reused: list[Reused] = []
     if base is not None:
-        chunks, reused = find_unchanged(chunks, work.tensor, store, base, options.buffer_bytes, files.save_id)
-    groups = _groups(chunks, options, store.caps.file_bytes)
+        rows, reused = find_unchanged(rows, store, base, options.buffer_bytes, files.save_id)
+    groups = _groups(rows, options, store.caps.file_bytes)
     layouts = [lay_out(group, files.save_id) for group in groups]
     names = [data_name(files.save_id, files.rank, index if len(layouts) > 1 else None) for index in range(len(layouts))]
     # Not those that kept their names: they are the base's own, in this very place.
@@ -83,17 +86,16 @@ def write_part(
     # Of a single file, the end is left to the disk while the part is described.
     unfinished: list[Upload] | None = [] if len(layouts) == 1 else None
     writes = [
-        partial(_write_file, store, *named, work.tensor, options, files, unfinished)
-        for named in zip(names, layouts, strict=True)
+        partial(_write_file, store, *named, options, files, unfinished) for named in zip(names, layouts, strict=True)
     ]
     try:
         # Of files that are sent as a whole, several are under way.
         written = results_of(writes, 1 if store.caps.in_place else _FILES_AT_ONCE, "terrazzo-write")
         written = [_with_tied(file, tied) for file in [*written, *_as_files(reused)]]
         entry = _part_entry(store, written, files)
-        stored = [chunk for file in written for chunk in file.chunks]
-        boxes = [chunk.offsets + chunk.lengths for chunk in stored]
-        part = make_part([chunk.entry for chunk in stored], boxes, entry, inline)
+        stored = [row for file in written for row in file.rows]
+        boxes = [row.form.box.offsets + row.form.box.lengths for row in stored]
+        part = make_part([row.entry for row in stored], boxes, entry, inline)
         while unfinished:
             unfinished.pop().finish()  # one that fails here is not aborted after it
         return part
@@ -104,48 +106,81 @@ def write_part(
         raise
 
 
-def _without_tied(chunks: list[Chunk], work: Work) -> tuple[list[Chunk], dict[int, list[Chunk]]]:
-    """The chunks that have to be written; and by the id of one, the others that are the same memory (tied weights)."""
-    firsts = {id(chunk): first for chunk in chunks if (first := work.tied_to(chunk.source)) is not None}
-    if not firsts:
-        return chunks, {}
-    places = {(work.key(chunk.source), chunk.part): chunk for chunk in chunks}
-    kept: list[Chunk] = []
-    tied: dict[int, list[Chunk]] = {}
-    for chunk in chunks:
-        first = firsts.get(id(chunk))
-        same = None if first is None else places.get((first, chunk.part))
-        if same is not None and _form(same) == _form(chunk):
-            tied.setdefault(id(same), []).append(chunk)
+_Tied = dict[int, list[Row]]  # by the id of a row, the others that are the same memory (tied weights)
+
+
+def _to_files(rows: Sequence[Row], compression: bool) -> tuple[list[Row], list[ObjectEntry]]:
+    """The rows for data files, as they are stored there; and the values that are small enough for the root."""
+    found: list[Row] = []
+    inline: list[ObjectEntry] = []
+    compressed: dict[int, Form] = {}  # by form, which many rows share
+    for row in rows:
+        form = row.form
+        if row.kind != TENSOR and form.nbytes <= INLINE_LIMIT:
+            inline.append(ObjectEntry(row.name, row.kind, row.data()))
+            continue
+        if compression and row.kind == TENSOR and form.nbytes >= _WORTH_COMPRESSING:
+            if id(form) not in compressed:
+                compressed[id(form)] = msgspec.structs.replace(form, block=FRAME, codec=ZSTD)
+            row = msgspec.structs.replace(row, form=compressed[id(form)])
+        found.append(row)
+    return found, inline
+
+
+def _without_tied(rows: list[Row]) -> tuple[list[Row], _Tied]:
+    """The rows that have to be written, and the others that are the same memory as one of these."""
+    if all(row.tied is None for row in rows):
+        return rows, {}
+    by_key = {row.key: row for row in rows}
+    kept: list[Row] = []
+    tied: _Tied = {}
+    for row in rows:
+        same = None if row.tied is None else by_key.get(row.tied)
+        if same is not None and (same.form.dtype, same.form.box) == (row.form.dtype, row.form.box):
+            tied.setdefault(id(same), []).append(row)
         else:
-            kept.append(chunk)
+            kept.append(row)
     return kept, tied
 
 
-def _form(chunk: Chunk) -> tuple[object, ...]:
-    return chunk.dtype, chunk.offsets, chunk.lengths, chunk.block, chunk.codec
+def _cut(rows: list[Row], tied: _Tied, limit: int) -> tuple[list[Row], _Tied]:
+    """The rows in pieces of at most so many bytes, and those that are tied to each piece."""
+    found: list[Row] = []
+    ties: _Tied = {}
+    for row in rows:
+        form = row.form
+        if form.nbytes <= limit or row.kind != TENSOR:
+            pieces, others = [row], [[same] for same in tied.get(id(row), ())]
+        else:
+            parts = row_major_windows(form.box.lengths, max(limit // form.dtype.itemsize, 1))
+            pieces = [row.cut(part) for part in parts]
+            others = [[same.cut(part) for part in parts] for same in tied.get(id(row), ())]
+        found += pieces
+        for number, piece in enumerate(pieces if others else ()):
+            ties[id(piece)] = [same[number] for same in others]
+    return found, ties
 
 
-def _with_tied(file: _WrittenFile, tied: Mapping[int, Sequence[Chunk]]) -> _WrittenFile:
-    """The file with the chunks, too, that are the same memory as one of its own: they are stored in the same place."""
-    if not any(id(chunk) in tied for chunk in file.chunks):
+def _with_tied(file: _WrittenFile, tied: _Tied) -> _WrittenFile:
+    """The file with the rows, too, that are the same memory as one of its own: they are stored in the same place."""
+    if not any(id(row) in tied for row in file.rows):
         return file
-    chunks, starts, sums, frames = list(file.chunks), list(file.starts), list(file.sums), list(file.frames)
+    rows, starts, sums, frames = list(file.rows), list(file.starts), list(file.sums), list(file.frames)
     first_sum = first_frame = 0
-    for chunk, start in zip(file.chunks, file.starts, strict=True):
-        blocks = -(-chunk.nbytes // chunk.block)
-        framed = blocks if chunk.codec else 0
-        for same in tied.get(id(chunk), ()):
-            chunks.append(same)
+    for row, start in zip(file.rows, file.starts, strict=True):
+        blocks = -(-row.form.nbytes // row.form.block)
+        framed = blocks if row.form.codec else 0
+        for same in tied.get(id(row), ()):
+            rows.append(same)
             starts.append(start)
             sums += file.sums[first_sum : first_sum + blocks]
             frames += file.frames[first_frame : first_frame + framed]
         first_sum, first_frame = first_sum + blocks, first_frame + framed
-    return _WrittenFile(file.entry, tuple(chunks), starts, sums, frames)
+    return _WrittenFile(file.entry, tuple(rows), starts, sums, frames)
 
 
 def _as_files(reused: Sequence[Reused]) -> list[_WrittenFile]:
-    """What is stored already, as files of which only these chunks count."""
+    """What is stored already, as files of which only these rows count."""
     by_file: dict[str, list[Reused]] = {}
     for each in reused:
         by_file.setdefault(each.stored.file.name, []).append(each)
@@ -155,7 +190,7 @@ def _as_files(reused: Sequence[Reused]) -> list[_WrittenFile]:
         found.append(
             _WrittenFile(
                 group[0].stored.file,
-                tuple(each.chunk for each in group),
+                tuple(each.row for each in group),
                 [each.stored.start for each in group],
                 [value for sums, _ in numbers for value in sums],
                 [value for _, frames in numbers for value in frames],
@@ -190,45 +225,29 @@ def discard(store: Store, names: Sequence[str]) -> None:
             LOGGER.warning("%s: %s of a failed save could not be removed: %s", store.location, name, error)
 
 
-def _groups(chunks: list[Chunk], options: WriteOptions, file_bytes: int | None) -> list[list[Chunk]]:
-    """The chunks of each data file."""
+def _groups(rows: list[Row], options: WriteOptions, file_bytes: int | None) -> list[list[Row]]:
+    """The rows of each data file."""
     if file_bytes is None:
-        whole = [chunks] if options.single_file_per_rank else [[chunk] for chunk in chunks]
+        whole = [rows] if options.single_file_per_rank else [[row] for row in rows]
         return [each for each in whole if each]
-    groups: list[list[Chunk]] = []
-    group: list[Chunk] = []
+    groups: list[list[Row]] = []
+    group: list[Row] = []
     total = 0
-    for chunk in chunks:
-        if group and (total + chunk.nbytes > file_bytes or not options.single_file_per_rank):
+    for row in rows:
+        if group and (total + row.form.nbytes > file_bytes or not options.single_file_per_rank):
             groups.append(group)
             group, total = [], 0
-        group.append(chunk)
-        total += chunk.nbytes
+        group.append(row)
+        total += row.form.nbytes
     return [*groups, group] if group else groups
-
-
-def _cut(chunk: Chunk, limit: int) -> list[Chunk]:
-    if chunk.nbytes <= limit or chunk.payload is not None:
-        return [chunk]
-    itemsize = chunk.dtype.itemsize
-    return [
-        msgspec.structs.replace(
-            chunk,
-            offsets=tuple(a + b for a, b in zip(chunk.offsets, part.offsets, strict=True)),
-            lengths=part.lengths,
-            nbytes=part.numel * itemsize,
-            part=part,
-        )
-        for part in row_major_windows(chunk.lengths, max(limit // itemsize, 1))
-    ]
 
 
 @dataclass(frozen=True, slots=True)
 class _WrittenFile:
-    """A data file that is complete, and what an index says of its chunks."""
+    """A data file that is complete, and what an index says of its rows."""
 
     entry: FileEntry
-    chunks: tuple[Chunk, ...]
+    rows: tuple[Row, ...]
     starts: list[int]
     sums: list[int]
     frames: list[int]
@@ -238,7 +257,6 @@ def _write_file(
     store: Store,
     name: str,
     layout: FileLayout,
-    data_of: Callable[[Any], Any],
     options: WriteOptions,
     files: FilesOfRank,
     unfinished: list[Upload] | None = None,
@@ -252,23 +270,17 @@ def _write_file(
         threads = 1 if options.compression or not store.caps.in_place else options.threads
         segments = _segments(layout, threads)
         pumps = [Pump(upload, layout.starts[segment.start], options.buffer_bytes) for segment in segments]
-        results_of(
-            [
-                partial(pump.write, layout.chunks[segment], data_of)
-                for pump, segment in zip(pumps, segments, strict=True)
-            ],
-            len(pumps),
-            "terrazzo-write",
-        )
+        writes = [partial(pump.write, layout.rows[segment]) for pump, segment in zip(pumps, segments, strict=True)]
+        results_of(writes, len(pumps), "terrazzo-write")
         starts = [start for pump in pumps for start in pump.starts]
         stored = [nbytes for pump in pumps for nbytes in pump.stored]
         end = starts[-1] + stored[-1]
-        if options.compression:  # only now is it known where each chunk lies
-            header = file_header(layout.chunks, stored, files.save_id, len(header))
+        if options.compression:  # only now is it known where each row lies
+            header = file_header(layout.rows, stored, files.save_id, len(header))
             upload.write(0, [memoryview(header)])
         written = _WrittenFile(
             FileEntry(name, end, len(header), checksum(header)),
-            layout.chunks,
+            layout.rows,
             starts,
             [value for pump in pumps for value in pump.sums],
             [value for pump in pumps for value in pump.frames],
@@ -286,37 +298,34 @@ def _write_file(
 
 
 def _rows(files: Sequence[_WrittenFile]) -> Rows:
-    """The rows of the index for the chunks of these files."""
-    chunks = [chunk for file in files for chunk in file.chunks]
-    hashes: dict[str, int] = {}
-    for chunk in chunks:
-        name = chunk.entry.name
-        if name not in hashes:
-            hashes[name] = name_hash(name)
+    """The rows of these files as the columns of an index."""
+    rows = [row for file in files for row in file.rows]
+    forms = [row.form for row in rows]
+    hashes = {name: name_hash(name) for name in dict.fromkeys(row.name for row in rows)}
     return Rows(
-        hashes=np.array([hashes[chunk.entry.name] for chunk in chunks], dtype=np.uint64),
+        hashes=np.array([hashes[row.name] for row in rows], dtype=np.uint64),
         starts=np.array([start for file in files for start in file.starts], dtype=np.uint64),
-        nbytes=np.array([chunk.nbytes for chunk in chunks], dtype=np.uint64),
-        files=np.repeat(np.arange(len(files), dtype=np.uint32), [len(file.chunks) for file in files]),
-        blocks=np.array([chunk.block for chunk in chunks], dtype=np.uint32),
-        ndims=np.array([len(chunk.lengths) for chunk in chunks], dtype=np.uint32),
-        codecs=np.array([chunk.codec for chunk in chunks], dtype=np.uint32),
-        boxes=np.array([n for chunk in chunks for n in (*chunk.offsets, *chunk.lengths)], dtype=np.uint64),
+        nbytes=np.array([form.nbytes for form in forms], dtype=np.uint64),
+        files=np.repeat(np.arange(len(files), dtype=np.uint32), [len(file.rows) for file in files]),
+        blocks=np.array([form.block for form in forms], dtype=np.uint32),
+        ndims=np.array([len(form.shape) for form in forms], dtype=np.uint32),
+        codecs=np.array([form.codec for form in forms], dtype=np.uint32),
+        boxes=np.array([n for form in forms for n in (*form.box.offsets, *form.box.lengths)], dtype=np.uint64),
         sums=np.array([value for file in files for value in file.sums], dtype=np.uint64),
         frames=np.array([value for file in files for value in file.frames], dtype=np.uint32),
     )
 
 
 def _segments(layout: FileLayout, threads: int) -> list[slice]:
-    """Runs of chunks of about equal bytes, one for each thread."""
+    """Runs of rows of about equal bytes, one for each thread."""
     bounds = [0]
     for part in range(1, threads):
         target = layout.starts[0] + (layout.size - layout.starts[0]) * part // threads
         position = int(np.searchsorted(np.array(layout.starts), target))
         if position > bounds[-1]:
             bounds.append(position)
-    if bounds[-1] < len(layout.chunks):
-        bounds.append(len(layout.chunks))
+    if bounds[-1] < len(layout.rows):
+        bounds.append(len(layout.rows))
     return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
 
 

@@ -26,15 +26,15 @@ from terrazzo.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
 )
-from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
-from terrazzo.checkpoint.native.plans import Form
+from terrazzo.checkpoint.native.root import TENSOR, TYPED
+from terrazzo.checkpoint.native.rows import Form, Row, form_of, object_row
 from terrazzo.checkpoint.plan.digest import digest_of_tensor
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache, deduplicated, merged_metadata
-from terrazzo.checkpoint.plan.held import Held, Holding, split_of
+from terrazzo.checkpoint.plan.held import Held, split_of
 from terrazzo.checkpoint.plan.ownership import Claim, Negotiation
 from terrazzo.checkpoint.plan.per_rank import PerRank, matches_any, name_on_rank
 from terrazzo.checkpoint.plan.sharded import (
@@ -115,7 +115,7 @@ class DefaultSavePlanner(SavePlanner):
         self.lowest_rank_wins = tuple(lowest_rank_wins)
         self._split_from = split_from
         # Only if items are wanted: what is behind each.
-        self._holdings: dict[MetadataIndex, Holding] = {}
+        self._held: dict[MetadataIndex, Row] = {}
         # Of the parts of split tensors: the index of the whole, and the dim, start and length of the part.
         self._parts: dict[MetadataIndex, tuple[MetadataIndex, int, int, int]] = {}
         self._translated: dict[int, tuple[int, ...] | None] = {}
@@ -151,52 +151,53 @@ class DefaultSavePlanner(SavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        holdings, ties, paths = self._all_held()
-        self._holdings, self._parts = {}, {}
+        rows, paths = self._all_held()
+        self._held, self._parts = {}, {}
         described: dict[int, TensorWriteData] = {}  # by form, which many share
         items = []
-        for holding in holdings:
-            item = _item_of(holding, described)
+        for row in rows:
+            item = _item_of(row, described)
             items.append(item)
-            self._holdings[item.index] = holding
-        self._ties = {items[place].index: items[first].index for place, first in ties.items()}
+            self._held[item.index] = row
+        by_key = {row.key: item.index for row, item in zip(rows, items, strict=True)}
+        self._ties = {
+            item.index: by_key[row.tied] for row, item in zip(rows, items, strict=True) if row.tied is not None
+        }
         return SavePlan(items, planner_data=paths)
 
     def hold(self) -> Held | None:
-        """What this rank could write, in the library's own form; None if a subclass makes, sees or changes items."""
+        """What this rank could write as rows; None if a subclass makes, sees or changes items."""
         kind, own = type(self), vars(self)
         if any(getattr(kind, name) is not getattr(DefaultSavePlanner, name) or name in own for name in _SEES_ITEMS):
             return None
-        holdings, ties, paths = self._all_held()
+        rows, paths = self._all_held()
         alone = (self.rank,)
-        claimed = [number for number, holding in enumerate(holdings) if holding.holders != alone]
-        places = {number: place for place, number in enumerate(claimed)}
-        claims = []
-        for holding in map(holdings.__getitem__, claimed):
-            nbytes = 0 if holding.form is None else holding.form.nbytes
-            claims.append(self._claim(holding.name, holding.form, nbytes, holding))
-        both = {places[place]: places[first] for place, first in ties.items() if place in places and first in places}
+        claimed = [number for number, row in enumerate(rows) if row.holders != alone]
+        places = {rows[number].key: place for place, number in enumerate(claimed)}
+        claims = [self._claim(rows[number].name, rows[number].form, rows[number]) for number in claimed]
+        ties = {
+            place: places[row.tied]
+            for place, row in enumerate(map(rows.__getitem__, claimed))
+            if row.tied is not None and row.tied in places
+        }
         return Held(
-            holdings,
+            rows,
             claimed,
-            self._negotiation(claims, both),
-            ties,
+            self._negotiation(claims, ties),
             paths,
             split_from=self._split_from,
             lowest_rank=self.dedup_save_to_lowest_rank,
         )
 
     @torch.no_grad()
-    def _all_held(self) -> tuple[list[Holding], dict[int, int], dict[str, tuple[Any, ...]] | None]:
-        """Everything that this rank could write; which of it is the same memory as something before it; and the paths
-        of all names."""
+    def _all_held(self) -> tuple[list[Row], dict[str, tuple[Any, ...]] | None]:
+        """Everything that this rank could write, each with its number as its key; and the paths of all names."""
         self._translated = {}
         viewer = Viewer()
         forms: dict[tuple[int, torch.dtype, bool], Form] = {}
         form: Form | None = None
         at: dict[int, int] = {}  # by address: the first chunk that is there
-        holdings: list[Holding] = []
-        ties: dict[int, int] = {}
+        rows: list[Row] = []
         paths = {}
         unsupported: list[str] = []
         mappings, per_rank = self.mappings, self._per_rank
@@ -214,7 +215,8 @@ class DefaultSavePlanner(SavePlanner):
                 sharded = is_sharded(value)
                 if not (sharded or isinstance(value, torch.Tensor)):
                     encoded = ObjectBytes(value, encode(value, allow_pickle=self.allow_pickle))
-                    holdings.append(Holding(stored, None, encoded, (self.rank,) if own else self._in_group(None)))
+                    holders = (self.rank,) if own else self._in_group(None)
+                    rows.append(object_row(stored, TYPED, encoded, holders, len(rows)))
                     continue
                 size, chunks, holders = self._seen(stored, value, viewer, own, sharded)
                 for box, data in chunks:
@@ -227,18 +229,18 @@ class DefaultSavePlanner(SavePlanner):
                         or form.shape != size
                     ):
                         form = _form(forms, size, box, dtype, requires_grad)
+                    tied = None
                     if type(data) in OWN_MEMORY and (address := data.data_ptr()):
-                        first = at.setdefault(address, len(holdings))
-                        if first != len(holdings) and holdings[first].form == form:
-                            if same_memory(holdings[first].value, data):
-                                ties[len(holdings)] = first
-                    holdings.append(Holding(stored, form, data, holders))
+                        first = at.setdefault(address, len(rows))
+                        if first != len(rows) and rows[first].form == form and same_memory(rows[first].value, data):
+                            tied = first
+                    rows.append(Row(stored, form, data, TENSOR, holders, len(rows), tied))
             except UnsupportedValueError as error:
                 text = _IN_VALUE if _has_per_rank(value) else str(error)
                 unsupported.append(text if text.startswith(f"{stored!r}: ") else f"{name}: {text}")
         if unsupported:
             raise UnsupportedValueError("the state dict holds what cannot be stored:\n  " + "\n  ".join(unsupported))
-        return holdings, ties, paths or None
+        return rows, paths or None
 
     def _seen(
         self, name: str, value: Any, viewer: Viewer, own: bool, sharded: bool
@@ -301,10 +303,8 @@ class DefaultSavePlanner(SavePlanner):
             if data is not None:
                 form = forms.get(id(data))
                 if form is None:
-                    nbytes = item.tensor_storage_size() or 0
-                    form = forms[id(data)] = Form(data.properties.dtype, tuple(data.size), data.chunk.box, nbytes)
-            holding = self._holdings.get(item.index)
-            claims.append(self._claim(item.index.fqn, form, 0 if form is None else form.nbytes, holding))
+                    form = forms[id(data)] = form_of(data.properties.dtype, tuple(data.size), data.chunk.box)
+            claims.append(self._claim(item.index.fqn, form, self._held.get(item.index)))
         ties: dict[int, int] = {}
         if self._ties and self._hands_out_memory:
             places = {item.index: place for place, item in enumerate(plan.items)}
@@ -319,23 +319,24 @@ class DefaultSavePlanner(SavePlanner):
                 claims[place] = msgspec.structs.replace(claims[place], tied=claims[first].identity)
         return Negotiation(claims, self.rank, len(self.ranks))
 
-    def _claim(self, name: str, form: Form | None, nbytes: int, holding: Holding | None) -> Claim:
+    def _claim(self, name: str, form: Form | None, row: Row | None) -> Claim:
+        """The claim of an item; without a form, or with a row of another kind, of a value that is not a tensor."""
         alone = (self.rank,)
-        if holding is not None and holding.holders == alone:  # no other rank has to recognise it
-            return Claim(name, 0, nbytes, alone)
-        if form is None:
-            identity = checksum(f"{name}\0object".encode())
+        if form is None or (row is not None and row.kind != TENSOR):
+            nbytes, described = 0, f"{name}\0object"
         else:
-            described = f"{name}\0{form.dtype}{form.shape}{form.box.offsets}{form.box.lengths}"
-            identity = checksum(described.encode())
-        if holding is None:  # an item that a subclass has made
+            nbytes, described = form.nbytes, f"{name}\0{form.dtype}{form.shape}{form.box.offsets}{form.box.lengths}"
+        if row is not None and row.holders == alone:  # no other rank has to recognise it
+            return Claim(name, 0, nbytes, alone)
+        identity = checksum(described.encode())
+        if row is None:  # an item that a subclass has made
             return Claim(name, identity, nbytes, None)
         lowest = bool(self.lowest_rank_wins) and matches_any(name, self.lowest_rank_wins)
         content, lenient = None, False
-        if holding.holders is None and not lowest and len(self.ranks) > 1:
-            content = _digest_of(holding.value)
-            lenient = _is_lenient(name, holding.value)
-        return Claim(name, identity, nbytes, holding.holders, content, lowest, lenient)
+        if row.holders is None and not lowest and len(self.ranks) > 1:
+            content = _digest_of(row.value)
+            lenient = _is_lenient(name, row.value)
+        return Claim(name, identity, nbytes, row.holders, content, lowest, lenient)
 
     def share_plan(self, plan: SavePlan, negotiation: Negotiation, holders: Sequence[tuple[int, ...]]) -> SavePlan:
         """This rank's part of the global plan, worked out here from who holds what."""
@@ -380,7 +381,7 @@ class DefaultSavePlanner(SavePlanner):
     def forget(self) -> None:
         """Let go of the state, which a planner that is kept would keep alive."""
         self.state_dict = {}
-        self._holdings, self._parts, self._translated, self._ties = {}, {}, {}, {}
+        self._held, self._parts, self._translated, self._ties = {}, {}, {}, {}
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self.transform_object(write_item, self.lookup_object(write_item.index))
@@ -389,9 +390,9 @@ class DefaultSavePlanner(SavePlanner):
         """What this rank holds under an index of its plan: the chunk's data, or the value that is not a tensor."""
         if self._parts and index in self._parts:
             whole, dim, start, length = self._parts[index]
-            return self._holdings[whole].value.narrow(dim, start, length)
+            return self._held[whole].value.narrow(dim, start, length)
         try:
-            value = self._holdings[index].value
+            value = self._held[index].value
         except KeyError:
             raise CheckpointError(f"this rank holds nothing under {index}") from None
         return value.value if isinstance(value, ObjectBytes) else value
@@ -400,9 +401,9 @@ class DefaultSavePlanner(SavePlanner):
         """What is written for `object`: a tensor as it is, another value as a `BytesIO`."""
         if write_item.type is not WriteItemType.BYTE_IO:
             return object
-        holding = self._holdings.get(write_item.index)
-        if holding is not None and isinstance(holding.value, ObjectBytes) and holding.value.value is object:
-            return holding.value
+        row = self._held.get(write_item.index)
+        if row is not None and isinstance(row.value, ObjectBytes) and row.value.value is object:
+            return row.value
         return ObjectBytes(object, encode(object, allow_pickle=self.allow_pickle))
 
 
@@ -417,23 +418,22 @@ def _form(
     key = (id(box), dtype, requires_grad)
     form = forms.get(key)
     if form is None or form.shape != size:
-        dtype_name(dtype)  # raises if it cannot be stored
-        form = forms[key] = Form(dtype, tuple(size), box, box.numel * dtype.itemsize, requires_grad)
+        form = forms[key] = form_of(dtype, tuple(size), box, requires_grad)
     return form
 
 
-def _item_of(holding: Holding, described: dict[int, TensorWriteData]) -> WriteItem:
-    """A holding as PyTorch's item."""
-    form = holding.form
-    if form is None:
-        return WriteItem(MetadataIndex(holding.name), WriteItemType.BYTE_IO)
+def _item_of(row: Row, described: dict[int, TensorWriteData]) -> WriteItem:
+    """A row as PyTorch's item."""
+    form = row.form
+    if row.kind != TENSOR:
+        return WriteItem(MetadataIndex(row.name), WriteItemType.BYTE_IO)
     data = described.get(id(form))
     if data is None:
         chunk = ChunkStorageMetadata(torch.Size(form.box.offsets), torch.Size(form.box.lengths))
         properties = TensorProperties(form.dtype, requires_grad=form.requires_grad)
         data = described[id(form)] = TensorWriteData(chunk, properties, torch.Size(form.shape))
     kind = WriteItemType.TENSOR if form.box.lengths == form.shape else WriteItemType.SHARD
-    return WriteItem(MetadataIndex(holding.name, data.chunk.offsets), kind, data)
+    return WriteItem(MetadataIndex(row.name, data.chunk.offsets), kind, data)
 
 
 def _has_per_rank(value: Any) -> bool:

@@ -156,7 +156,7 @@ class SaveSession:
         rank = self.team.rank
         if could.held is not None:
             own = could.held.settled(holders)
-            return lambda: self.side.write(own, save_id, rank), own.paths
+            return lambda: self.side.write(own, save_id, rank), could.held.paths
         assert could.plan is not None and could.negotiation is not None
         shared = self.planner_side.share_plan(could.plan, could.negotiation, holders)
         mine = self.side.place(shared, save_id, rank)
@@ -185,7 +185,7 @@ class SaveSession:
             set_up_save_planner(self.planner, values, self.writer, self.team.is_coordinator)
             self.writer.set_up_storage_writer(self.team.is_coordinator)
             with operation("plan", self.checkpoint_id, self.team.rank) as event:
-                held = self.planner_side.hold() if self.side.takes_write_plans else None
+                held = self.planner_side.hold() if self.side.takes_rows else None
                 if held is not None:
                     could = _Could(held=held, negotiation=held.negotiation)
                     event.details["items"] = len(held)

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import msgspec
 
 from terrazzo.checkpoint.metadata import Metadata
-from terrazzo.checkpoint.native.plans import WritePlan
 from terrazzo.checkpoint.native.root import Path
+from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.planner import SavePlan
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
@@ -40,12 +40,12 @@ class SaveSide(Protocol):
         ...
 
     @property
-    def takes_write_plans(self) -> bool:
-        """Whether `write` carries out plans in the library's own form."""
+    def takes_rows(self) -> bool:
+        """Whether a rank's part can be given to `write` as rows."""
         ...
 
-    def write(self, plan: WritePlan, save_id: str, rank: int) -> Sequence[WriteResult]:
-        """Carry out a rank's plan; called only if the writer `takes_write_plans`."""
+    def write(self, rows: Sequence[Row], save_id: str, rank: int) -> Sequence[WriteResult]:
+        """Write a rank's rows; called only if the writer `takes_rows`."""
         ...
 
     def encode_results(self, results: Sequence[WriteResult]) -> bytes:
@@ -77,7 +77,7 @@ class PlainSide:
     """A writer with PyTorch's interface only."""
 
     plans_alone = False
-    takes_write_plans = False
+    takes_rows = False
 
     def __init__(self, writer: StorageWriter) -> None:
         self.save_id = getattr(writer, "save_id", "")
@@ -88,7 +88,7 @@ class PlainSide:
     def place(self, plan: SavePlan, save_id: str, rank: int) -> SavePlan:
         raise CheckpointError("this storage writer makes final plans in prepare_global_plan only")
 
-    def write(self, plan: WritePlan, save_id: str, rank: int) -> Sequence[WriteResult]:
+    def write(self, rows: Sequence[Row], save_id: str, rank: int) -> Sequence[WriteResult]:
         raise CheckpointError("this storage writer writes items")
 
     def encode_results(self, results: Sequence[WriteResult]) -> bytes:

@@ -1,0 +1,91 @@
+"""The rows that a rank writes: boxes of tensors and other values, from the state dict to the index, in one form.
+
+The planner makes a row for all that a rank holds, and keeps those that the rank writes (`plan.held`). The writer lays
+them out in files, and writes an index with one row for each. PyTorch's items become rows in `from_planner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import msgspec
+import torch
+
+from terrazzo.checkpoint.native.dtypes import dtype_name
+from terrazzo.checkpoint.native.format import BLOCK, block_of
+from terrazzo.checkpoint.native.index import RAW
+from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.native.root import TENSOR, TensorEntry
+from terrazzo.layout.box import Box
+
+
+class Form(msgspec.Struct, frozen=True, gc=False):
+    """What rows of many tensors have in common: dtype and shape of the tensor, the row's box, and how it is stored."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    box: Box
+    nbytes: int
+    block: int = BLOCK  # bytes that have one checksum
+    codec: int = RAW
+    requires_grad: bool = False
+
+
+def form_of(dtype: torch.dtype, shape: tuple[int, ...], box: Box, requires_grad: bool = False) -> Form:
+    """The form of a box of a tensor, stored as it is; raises if the dtype cannot be stored.
+
+    >>> form_of(torch.float16, (4, 3), Box((2, 0), (2, 3))).nbytes
+    12
+    """
+    dtype_name(dtype)
+    block = block_of(box.lengths, dtype.itemsize)
+    return Form(dtype, shape, box, box.numel * dtype.itemsize, block, requires_grad=requires_grad)
+
+
+class Row(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A box of a tensor, or with a kind other than TENSOR the bytes of another value, and what has its data.
+
+    `value` is the tensor of the box, or the value's bytes, also as `ObjectBytes`; for a planner's own data it is
+    `source`, which returns the tensor. `holders` are the ranks of the group that hold the same (None: unknown). `key`
+    tells the rows of a rank apart; `tied` is the key of an earlier row whose data is the same memory.
+    """
+
+    name: str
+    form: Form
+    value: Any = None
+    kind: int = TENSOR
+    holders: tuple[int, ...] | None = None
+    key: Hashable = None
+    tied: Hashable = None
+    source: Callable[[], Any] | None = None
+
+    @property
+    def entry(self) -> TensorEntry:
+        """What tables say of the tensor."""
+        return TensorEntry(self.name, dtype_name(self.form.dtype), self.form.shape, self.kind)
+
+    def data(self) -> Any:
+        """The tensor, or the bytes of another value."""
+        if self.source is not None:
+            return self.source()
+        return self.value.encoded() if isinstance(self.value, ObjectBytes) else self.value
+
+    def cut(self, part: Box) -> Row:
+        """The row of a part of a tensor's box, which is relative to it."""
+        form, data = self.form, self.data
+        box = part.shifted(form.box.offsets)
+        smaller = msgspec.structs.replace(form, box=box, nbytes=box.numel * form.dtype.itemsize)
+        return msgspec.structs.replace(self, form=smaller, value=None, source=lambda: _sliced(data(), part))
+
+
+def _sliced(data: Any, part: Box) -> Any:
+    return data[part.slices()] if isinstance(data, torch.Tensor) else data
+
+
+def object_row(
+    name: str, kind: int, payload: bytes | ObjectBytes, holders: tuple[int, ...] | None = None, key: Hashable = None
+) -> Row:
+    """The row of a value that is not a tensor: one-dimensional, of bytes."""
+    nbytes = len(payload.encoded() if isinstance(payload, ObjectBytes) else payload)
+    return Row(name, Form(torch.uint8, (nbytes,), Box((0,), (nbytes,)), nbytes), payload, kind, holders, key)
