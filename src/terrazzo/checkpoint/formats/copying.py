@@ -9,7 +9,7 @@ from typing import Any
 from terrazzo.checkpoint.formats.format import Writing
 from terrazzo.checkpoint.formats.source import CopyPlanner, Source
 from terrazzo.checkpoint.planner import WriteItem
-from terrazzo.checkpoint.run.save_side import side_of
+from terrazzo.checkpoint.run.sides import side_of_writer
 from terrazzo.checkpoint.storage import StorageWriter
 from terrazzo.checkpoint.stores import Place, Upload
 from terrazzo.errors import CheckpointExistsError
@@ -18,7 +18,7 @@ from terrazzo.errors import CheckpointExistsError
 def copy_checkpoint(source: Source, writer: StorageWriter, how: Writing) -> None:
     """Save the source with a writer, in this process alone."""
     planner = _Reporting(source, how)
-    side = side_of(writer)
+    side = side_of_writer(writer)
     writer.set_up_storage_writer(True)
     try:
         plan = writer.prepare_local_plan(planner.create_local_plan())

@@ -31,7 +31,7 @@ from terrazzo.checkpoint.native.format import lease_name, save_of
 from terrazzo.checkpoint.native.from_planner import data_of
 from terrazzo.checkpoint.native.leases import SaveLease, has_ended
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from terrazzo.checkpoint.run.save_side import PlainSide
+from terrazzo.checkpoint.run.sides import WriterSide
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Place, Store, Upload, Version, is_url, store_at
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, CheckpointFormatError
@@ -199,7 +199,7 @@ class DCPWriter(StorageWriter):
         return StorageMeta(str(self.path), self._name)
 
 
-class _Side(PlainSide):
+class _Side(WriterSide):
     """Removes all ranks' files if a save failed."""
 
     def __init__(self, writer: DCPWriter) -> None:

@@ -155,7 +155,7 @@ class NativeWriter(StorageWriter):
             metadata.version = stored.version
 
     def save_side(self) -> NativeWriter:
-        """How a save uses this writer: see `run.save_side`."""
+        """How a save uses this writer: see `run.sides`."""
         return self
 
     @property
@@ -249,7 +249,7 @@ class NativeReader(PlainReader):
         return self._described()
 
     def load_side(self) -> NativeReader:
-        """How a load uses this reader: see `run.load_side`."""
+        """How a load uses this reader: see `run.sides`."""
         return self
 
     takes_roots = True

@@ -274,7 +274,7 @@ class DefaultLoadPlanner(LoadPlanner):
         return self._targets[index]
 
     def load_side(self) -> DefaultLoadPlanner:
-        """How a load uses this planner: see `run.planner_sides`."""
+        """How a load uses this planner: see `run.sides`."""
         return self
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:

@@ -290,7 +290,7 @@ class DefaultSavePlanner(SavePlanner):
         )
 
     def save_side(self) -> DefaultSavePlanner:
-        """How a save uses this planner: see `run.planner_sides`."""
+        """How a save uses this planner: see `run.sides`."""
         return self
 
     def negotiate(self, plan: SavePlan) -> Negotiation:

@@ -25,9 +25,8 @@ from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import StepFailed, Team
 from terrazzo.checkpoint.run.events import operation
 from terrazzo.checkpoint.run.failures import exception_of, failure_of
-from terrazzo.checkpoint.run.load_side import LoadSide, side_of
 from terrazzo.checkpoint.run.once_per_node import Node, Passed, node_name
-from terrazzo.checkpoint.run.planner_sides import LoadPlannerSide, check_planner, load_side_of
+from terrazzo.checkpoint.run.sides import LoadPlannerSide, ReaderSide, check_planner, load_side_of, side_of_reader
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.errors import CheckpointIOError, TerrazzoError
 
@@ -60,7 +59,7 @@ class LoadSession:
     once_per_node: bool = False
     _planner_side: LoadPlannerSide | None = None
     _reader: StorageReader | None = None
-    _reader_side: LoadSide | None = None
+    _reader_side: ReaderSide | None = None
 
     @property
     def reader(self) -> StorageReader:
@@ -73,7 +72,7 @@ class LoadSession:
     def _is_collective(self) -> bool:
         """Whether the load is collective as far as is known without a look at the checkpoint."""
         given = self.given_reader
-        alone = self._side.plans_alone and (given is None or side_of(given).plans_alone)
+        alone = self._side.plans_alone and (given is None or side_of_reader(given).plans_alone)
         return self.wanted_together or self.once_per_node or not alone
 
     @property
@@ -84,10 +83,10 @@ class LoadSession:
         return self._planner_side
 
     @property
-    def _storage(self) -> LoadSide:
+    def _storage(self) -> ReaderSide:
         """The reader, as the load uses it."""
         if self._reader_side is None:
-            self._reader_side = side_of(self.reader)
+            self._reader_side = side_of_reader(self.reader)
         return self._reader_side
 
     @property

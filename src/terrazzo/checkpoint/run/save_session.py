@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from terrazzo.checkpoint.native.root import Path
 from terrazzo.checkpoint.plan.held import Held
 from terrazzo.checkpoint.plan.ownership import Negotiation, Note, answers, groups_unsure
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner
@@ -28,8 +29,7 @@ from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import StepFailed, Team
 from terrazzo.checkpoint.run.events import LOGGER, Event, operation
 from terrazzo.checkpoint.run.locate import find_writer
-from terrazzo.checkpoint.run.planner_sides import SavePlannerSide, check_planner, save_side_of
-from terrazzo.checkpoint.run.save_side import SaveSide, decode_all, encode_with_paths, side_of
+from terrazzo.checkpoint.run.sides import SavePlannerSide, WriterSide, check_planner, save_side_of, side_of_writer
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import Store, store_at
 from terrazzo.errors import CheckpointError
@@ -72,7 +72,7 @@ class SaveSession:
     store: Store | None = None
     base: str | os.PathLike[str] | Store | None = None
     _writer: StorageWriter | None = None
-    _side: SaveSide | None = None
+    _side: WriterSide | None = None
     _planner_side: SavePlannerSide | None = None
 
     def run(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> Metadata:
@@ -88,7 +88,7 @@ class SaveSession:
             finally:
                 self.planner_side.forget()
 
-    def _discard(self, side: SaveSide) -> None:
+    def _discard(self, side: WriterSide) -> None:
         try:
             side.abandon()
         except (CheckpointError, OSError) as error:  # the error of the save itself will be raised
@@ -101,7 +101,7 @@ class SaveSession:
         return self._writer
 
     @property
-    def side(self) -> SaveSide:
+    def side(self) -> WriterSide:
         """The writer, as the save uses it; only after the save has begun."""
         assert self._side is not None
         return self._side
@@ -133,11 +133,11 @@ class SaveSession:
             with operation("write", self.checkpoint_id, self.team.global_rank) as written:
                 results = write_it()
                 event.bytes = written.bytes = _bytes_of(results)
-            return encode_with_paths(self.side.encode_results(results), paths)
+            return _with_paths(self.side.encode_results(results), paths)
 
         def commit(parts: list[bytes]) -> bytes:
             nonlocal metadata
-            results, planner_data = decode_all(parts, self.side)
+            results, planner_data = _all_results(parts, self.side)
             if central is not None and central[1] is not None:
                 metadata = central[1]
             else:
@@ -178,7 +178,7 @@ class SaveSession:
             check_planner(self.planner)
             values = state_dict()
             self._writer = find_writer(self.given_writer, self.checkpoint_id, self.store)
-            self._side = side_of(self._writer)
+            self._side = side_of_writer(self._writer)
             if self.base is not None:
                 self._side.build_on(store_at(self.base) if isinstance(self.base, (str, os.PathLike)) else self.base)
             self.planner_side.set_up_ranks(self.team.rank, self.team.ranks)
@@ -250,3 +250,27 @@ def set_up_save_planner(
 def _bytes_of(results: Sequence[WriteResult]) -> int:
     known: int | None = getattr(results, "nbytes", None)
     return known if known is not None else sum(result.size_in_bytes for result in results)
+
+
+def _with_paths(results: bytes, planner_data: Any) -> bytes:
+    """Encode a rank's results and the paths of its names, for the coordinator.
+
+    Paths whose keys cannot be stored are left out; their names are loaded at the top of the state dict.
+    """
+    paths = planner_data if isinstance(planner_data, dict) else {}
+    plain = {name: path for name, path in paths.items() if all(type(key) is str or type(key) is int for key in path)}
+    return msgspec.msgpack.encode((msgspec.msgpack.encode(plain), results))
+
+
+def _all_results(parts: list[bytes], side: WriterSide) -> tuple[list[Sequence[WriteResult]], dict[str, Path] | None]:
+    """The results of all ranks, and the paths of all names."""
+    results: list[Sequence[WriteResult]] = []
+    seen: set[bytes] = set()
+    paths: dict[str, Path] = {}
+    for part in parts:
+        encoded_paths, encoded = msgspec.msgpack.decode(part, type=tuple[bytes, bytes])
+        results.append(side.decode_results(encoded))
+        if encoded_paths not in seen:
+            seen.add(encoded_paths)
+            paths.update(msgspec.msgpack.decode(encoded_paths, type=dict[str, Path]))
+    return results, paths or None

@@ -42,7 +42,7 @@ from terrazzo.checkpoint.metadata import (
 from terrazzo.checkpoint.native.from_planner import data_of
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run import messages
-from terrazzo.checkpoint.run.save_side import PlainSide
+from terrazzo.checkpoint.run.sides import WriterSide
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import LocalStore, Place, Store, Upload
 from terrazzo.checkpoint.stores.places import is_url
@@ -431,7 +431,7 @@ class _Written(list[WriteResult]):
         self.per_file = tuple(per_file)
 
 
-class _Side(PlainSide):
+class _Side(WriterSide):
     """Ranks that know the layout plan alone, and tell the coordinator only how much they have written."""
 
     def __init__(self, writer: HuggingFaceWriter) -> None:
