@@ -45,7 +45,7 @@ class Channel:
 
     Args:
         address: "host:port".
-        bucket_bytes: The most memory that a rank uses for messages that are being sent or received.
+        bucket_bytes: The most memory that a rank uses for messages on their way to, or in, one group of receivers.
         secret: The same on both sides. Default: the environment variable `TERRAZZO_PUBLISH_SECRET`.
 
     >>> Channel("localhost:29600").address

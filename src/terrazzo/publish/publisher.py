@@ -140,6 +140,8 @@ class Publisher:
             raise_if_any(team, earlier)
         number = (0 if self._number is None else self._number + 1) if version is None else int(version)
 
+        snapshots: list[Snapshot] = []
+
         def take() -> bytes:
             parts = parts_of(self._model, self._rename)
             if described(parts) != self._described:
@@ -148,11 +150,9 @@ class Publisher:
                     "another one"
                 )
             own = [parts.parts[number] for number in self._share.own]
-            if all(self._sender.reads(each) for each in self._snapshots):  # a receiver is not done with the last one
-                self._snapshots.append(Snapshot(own, self._dtype))
-            while self._sender.reads(self._snapshots[-1]):
-                self._snapshots.reverse()
-            self._snapshots[-1].take(own)
+            free = [each for each in self._snapshots if not self._sender.reads(each)]
+            snapshots.append(free[-1] if free else Snapshot(own, self._dtype))
+            snapshots[0].take(own)
             digests = [digest_of_tensor(parts.parts[place].data) for place in self._share.compared]
             mine = dict(zip(self._share.peers, digests, strict=True))
             return msgspec.msgpack.encode((number, msgspec.msgpack.encode(mine)))
@@ -166,9 +166,10 @@ class Publisher:
             team.reduce(take, announce)
             beside = self._side.team_in_background()
         self._number = number
-        snapshot = self._snapshots[-1]
-        old = self._snapshots[0] if len(self._snapshots) > 1 else None
-        self._snapshots.reverse()
+        (snapshot,) = snapshots
+        others = [each for each in self._snapshots if each is not snapshot]
+        old = others[0] if others else None
+        self._snapshots = [snapshot, *others]  # the newest first
         self._sender.starting()
         self._side.start(lambda: self._sender.send(beside, number, snapshot, old))
         return number

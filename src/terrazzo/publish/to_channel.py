@@ -1,9 +1,10 @@
 """Publish directly: the publisher sends its last snapshot to the receivers that ask for it.
 
 The training loop does not wait for receivers: a thread on each rank sends. The first rank looks which group of
-receivers asks, and tells the other ranks. The transfer to that group has a thread of its own on each rank, which may go
-on while the next version is published: it keeps its snapshot, and the next one gets other memory. If a transfer fails,
-because receivers died for instance, their group is removed; to receive again they register as a new group.
+receivers asks, and tells the other ranks. The transfer to each group has a thread of its own on each rank, so that no
+group waits for another one. It may go on while the next version is published: it keeps its snapshot, and the next one
+gets other memory. If a transfer fails, because receivers died for instance, their group is removed; to receive again
+they register as a new group.
 
 What receivers write may be wrong. It is checked, and a group whose requests are wrong is removed, too; the publisher
 goes on.
@@ -41,6 +42,7 @@ _LOOK: Final = 0.01  # seconds between two looks at which receivers ask
 _BEAT: Final = 1.0  # seconds after which the other ranks get a message also if none asks
 _PATIENCE: Final = 10.0  # seconds for which `close` waits for receivers that do nothing
 _REQUESTS: Final = 100  # requests that are read at one look
+_VERSIONS: Final = 3  # that are on their way at once, each in memory of its own
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True):
@@ -73,7 +75,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _State(msgspec.Struct, array_like=True, frozen=True):
-    """The transfer of a rank, which it tells the first one."""
+    """A transfer on a rank, which it tells the first one."""
 
     running: bool
     failed: bool
@@ -84,8 +86,7 @@ class _Step(msgspec.Struct, array_like=True, frozen=True):
     """What all ranks do next, as the first one has decided."""
 
     stop: bool = False
-    ended: bool = False  # the transfer
-    sent: int = 0  # bytes of that transfer, by all ranks
+    ended: dict[str, int] = {}  # groups whose transfer has ended, with its bytes, by all ranks
     serve: str = ""  # a group
     wanted: list[list[Wanted]] = []
     forget: list[str] = []  # groups
@@ -104,7 +105,6 @@ class _Receivers:
 class _Transfer:
     """A version on its way to a group, on one rank."""
 
-    group: str
     header: Header
     snapshot: Snapshot
     running: bool = True
@@ -126,9 +126,8 @@ class ChannelSender:
         self._name = uuid.uuid4().hex
         self._board: TimedStore | None = None
         self._parts = PublisherParts({}, {}, [])
-        self._meeting: TimedStore | None = None  # the store again: to wait there for receivers blocks a connection
         self._groups: dict[str, _Receivers] = {}
-        self._transfer: _Transfer | None = None  # at most one
+        self._transfers: dict[str, _Transfer] = {}  # at most one to a group
         self._sequence = 0
         self._stop = threading.Event()
         self._last: Version | None = None
@@ -138,7 +137,7 @@ class ChannelSender:
         self._taken: dict[str, int] = {}  # the number in sequence of the version that each has
         self._left: list[str] = []  # to be forgotten by all ranks
         self._progress = time.monotonic()  # when receivers did something
-        self._seen = 0  # bytes of the transfer, as far as they were known then
+        self._seen = 0  # bytes of the transfers, as far as they were known then
 
     @property
     def board(self) -> TimedStore:
@@ -195,7 +194,7 @@ class ChannelSender:
 
     def reads(self, snapshot: Snapshot) -> bool:
         """Whether a transfer still reads this snapshot, which must not change then."""
-        return self._transfer is not None and self._transfer.running and self._transfer.snapshot is snapshot
+        return any(each.running and each.snapshot is snapshot for each in self._transfers.values())
 
     def send(self, team: Team, number: int, new: Snapshot, old: Snapshot | None) -> Version:
         """Send a snapshot to all receivers that ask, until `settle`; returns the version with the bytes sent."""
@@ -203,10 +202,9 @@ class ChannelSender:
             self._last = Version(number, self._sequence, self._name, None, 0, new.nbytes)
             while True:
                 step = msgspec.msgpack.decode(team.reduce(self._state, self._decide), type=_Step)
-                if step.ended and self._transfer is not None:
-                    if self._transfer.header.sequence == self._sequence:
-                        self._last = msgspec.structs.replace(self._last, nbytes=self._last.nbytes + step.sent)
-                    self._transfer = None
+                for group, sent in step.ended.items():
+                    if self._transfers.pop(group).header.sequence == self._sequence:
+                        self._last = msgspec.structs.replace(self._last, nbytes=self._last.nbytes + sent)
                 for group in step.forget:
                     self._forget(group)
                 if step.serve:
@@ -215,51 +213,46 @@ class ChannelSender:
                     return self._last
 
     def _state(self) -> bytes:
-        transfer = self._transfer
-        if transfer is None:
-            return msgspec.msgpack.encode(_State(False, False, 0))
+        return msgspec.msgpack.encode({group: self._state_of(group) for group in self._transfers})
+
+    def _state_of(self, group: str) -> _State:
+        transfer = self._transfers[group]
         running = transfer.running  # first: what follows is complete if it is not running any more
-        known = self._groups.get(transfer.group)
-        sent = 0 if known is None else known.connections.sent
-        return msgspec.msgpack.encode(_State(running, transfer.failed, sent))
+        known = self._groups.get(group)
+        return _State(running, transfer.failed, 0 if known is None else known.connections.sent)
 
     def _decide(self, states: list[bytes]) -> bytes:
         """On the first rank: the next step. Waits for a request, if there is nothing to do."""
-        said = [msgspec.msgpack.decode(state, type=_State) for state in states]
-        step = _Step(stop=self._stopping())
-        if self._transfer is not None:
-            sent = sum(state.sent for state in said)
-            if sent != self._seen:
-                self._seen, self._progress = sent, time.monotonic()
-            if any(state.running for state in said):
-                self._read_requests()
-                if not step.stop:
-                    time.sleep(_LOOK)
-                return msgspec.msgpack.encode(step)
-            group = self._transfer.group
-            if any(state.failed for state in said):
+        said = [msgspec.msgpack.decode(state, type=dict[str, _State]) for state in states]
+        sent = {group: sum(state[group].sent for state in said) for group in self._transfers}
+        if (total := sum(sent.values())) != self._seen:
+            self._seen, self._progress = total, time.monotonic()
+        ended = {group: sent[group] for group in sent if not any(state[group].running for state in said)}
+        for group in ended:
+            self._seen -= ended[group]
+            if any(state[group].failed for state in said):
                 self._remove(group)
             elif group in self._taken:
-                self._taken[group] = self._transfer.header.sequence
-            step = msgspec.structs.replace(step, ended=True, sent=sent)
-        serve = "" if step.stop or step.ended else self._next()
+                self._taken[group] = self._transfers[group].header.sequence
+        serve = "" if ended or self._stopping() else self._next()
         forget, self._left = self._left, []
-        return msgspec.msgpack.encode(
-            msgspec.structs.replace(
-                step, stop=self._stopping(), serve=serve, wanted=self._wanted.get(serve, []), forget=forget
-            )
-        )
+        return msgspec.msgpack.encode(_Step(self._stopping(), ended, serve, self._wanted.get(serve, []), forget))
 
     def _stopping(self) -> bool:
         return self._stop.is_set() or not threading.main_thread().is_alive()
 
     def _next(self) -> str:
-        """The group that asks; empty if none asks for a while."""
-        deadline = time.monotonic() + min(_BEAT, self._timeout.total_seconds() / 4)
+        """A group that asks and can be served; empty if there is none for a while, or for a moment during transfers."""
+        patience = _LOOK if self._transfers else min(_BEAT, self._timeout.total_seconds() / 4)
+        deadline = time.monotonic() + patience
         while True:
             self._read_requests()
-            if self._asking:
-                return self._asking.pop(0)
+            under_way = {each.header.sequence for each in self._transfers.values()}
+            if len(under_way | {self._sequence}) <= _VERSIONS:
+                for group in self._asking:
+                    if group not in self._transfers:
+                        self._asking.remove(group)
+                        return group
             if self._stopping() or self._left or time.monotonic() > deadline:
                 return ""
             time.sleep(_LOOK)
@@ -301,8 +294,8 @@ class ChannelSender:
 
     def _begin(self, team: Team, step: _Step, header: Header, snapshot: Snapshot) -> None:
         """Begin the transfer of a snapshot to a group of receivers, on a thread."""
-        transfer = self._transfer = _Transfer(step.serve, header, snapshot)
-        self._seen, self._progress = 0, time.monotonic()
+        transfer = self._transfers[step.serve] = _Transfer(header, snapshot)
+        self._progress = time.monotonic()
 
         def run() -> None:
             try:
@@ -328,9 +321,7 @@ class ChannelSender:
         dtypes = {name: dtype_from_name(dtype) for name, (dtype, _) in self._parts.infos.items()}
         size = self._channel.bucket_bytes // IN_FLIGHT
         mine = plan_messages(self._parts.held, step.wanted, dtypes, size, sender=team.rank)
-        meeting = self._meeting
-        if meeting is None:
-            meeting = self._meeting = self._channel.connect(self._timeout)
+        meeting = self._channel.connect(self._timeout)  # again: to wait there for receivers blocks a connection
         try:
             connections = Connections(
                 meeting.store,
@@ -341,10 +332,8 @@ class ChannelSender:
                 self._timeout,
                 self._channel.own_address,
             )
-        except BaseException:
+        finally:
             meeting.close()
-            self._meeting = None
-            raise
         found = self._groups[step.serve] = _Receivers(connections, mine, len(step.wanted))
         return found
 
@@ -383,9 +372,6 @@ class ChannelSender:
         """Withdraw the version, and close the connections."""
         for group in list(self._groups):
             self._forget(group)
-        if self._meeting is not None:
-            self._meeting.close()
-            self._meeting = None
         if self._board is not None:
             with suppress(CommError):  # the process that hosted the store may have ended
                 if (self._board.value("publisher") or b"").decode() == self._name:
