@@ -25,13 +25,16 @@ def main(
     quick: Annotated[bool, typer.Option(help="Small problems and few repetitions: does it run at all?")] = False,
     seconds: Annotated[float, typer.Option(help="After so long a case takes no more samples than it needs.")] = 60.0,
     limit: Annotated[float, typer.Option(help="Seconds after which a case has failed; the others go on.")] = 900.0,
+    device: Annotated[
+        str, typer.Option(help="Where to run: cpu, cuda and the like, or late, which imitates one.")
+    ] = "cpu",
     list_only: Annotated[bool, typer.Option("--list", help="Name the cases and their budgets, and run none.")] = False,
 ) -> None:
     """Compares terrazzo with PyTorch and with plain tensors on this machine."""
     console, progress = Console(), Console(stderr=True)
     cases.load(cases.modules_here())
     try:
-        chosen = cases.select(names or [])
+        chosen = cases.select(names or [], "cpu" if device == "cpu" else "accelerator")
     except LookupError as error:
         raise typer.BadParameter(str(error)) from None
     if list_only:
@@ -39,7 +42,14 @@ def main(
             console.print(f"{case.name}  world {case.world}  {case.budget or ''}", highlight=False)
         return
     results = list(
-        run(chosen, quick=quick, limit=limit, seconds=seconds, began=lambda case: progress.print(f"[dim]{case.name}"))
+        run(
+            chosen,
+            quick=quick,
+            limit=limit,
+            seconds=seconds,
+            device=device,
+            began=lambda case: progress.print(f"[dim]{case.name}"),
+        )
     )
     for table in tables(results):
         console.print(table)

@@ -39,7 +39,7 @@ class _Job:
 
     def __init__(self, setting: Setting, tensors: int, shape: tuple[int, int]) -> None:
         self.setting = setting
-        self.mesh: DeviceMesh = init_device_mesh("cpu", (setting.world,))
+        self.mesh: DeviceMesh = init_device_mesh(setting.device.type, (setting.world,))
         self.tensors, self.shape = tensors, shape
 
     def state(self, library: Any, dim: int, fill: float) -> State:
@@ -47,7 +47,7 @@ class _Job:
         local[dim] //= self.setting.world
         return {
             f"layers.{number}.weight": library.DTensor.from_local(
-                torch.full(local, fill), self.mesh, [library.Shard(dim)]
+                torch.full(local, fill, device=self.setting.device), self.mesh, [library.Shard(dim)]
             )
             for number in range(self.tensors)
         }
@@ -122,7 +122,7 @@ def _loads(job: _Job, dim: int, *, verify: bool = True) -> dict[str, Any]:
     }
 
 
-@case(world=2, repetitions=7, budget=Budget("speed", 1, "raw"))
+@case(world=2, repetitions=7, budget=Budget("speed", 1, "raw"), runs_on="both")
 def save_large(setting: Setting) -> Implementations:
     job = _large(setting)
     path, data = _raw_file(job)
@@ -136,7 +136,7 @@ def _load_large(setting: Setting, *, verify: bool) -> Implementations:
     return _loads(job, 0, verify=verify) | {"raw": lambda: _raw_read(path, data)}
 
 
-@case(world=2, repetitions=7, budget=Budget("speed", 0.75, "raw"))
+@case(world=2, repetitions=7, budget=Budget("speed", 0.75, "raw"), runs_on="both")
 def load_large(setting: Setting) -> Implementations:
     return _load_large(setting, verify=True)
 
@@ -178,18 +178,18 @@ def _raw_columns(job: _Job) -> Callable[[], None]:
 # which malloc either keeps the pages from chunk to chunk or gives them back, as its heap happens to be. Then every
 # load has 262,144 page faults on each rank. MALLOC_MMAP_THRESHOLD_=1000000 forces the one, 1073741824 with
 # MALLOC_TRIM_THRESHOLD_=17179869184 the other. Hence the plain read beside it, which takes one time.
-@case(world=2, repetitions=15, budget=Budget("speed", 2))
+@case(world=2, repetitions=15, budget=Budget("speed", 2), runs_on="both")
 def load_large_other_dim(setting: Setting) -> Implementations:
     job = _large(setting)
     return _loads(job, 1) | {"raw": _raw_columns(job)}
 
 
-@case(world=2, repetitions=5, budget=Budget("speed", 20))
+@case(world=2, repetitions=5, budget=Budget("speed", 20), runs_on="both")
 def save_small(setting: Setting) -> Implementations:
     return _saves(_small(setting))
 
 
-@case(world=2, repetitions=5, budget=Budget("speed", 20))
+@case(world=2, repetitions=5, budget=Budget("speed", 20), runs_on="both")
 def load_small(setting: Setting) -> Implementations:
     return _loads(_small(setting), 0)
 
@@ -199,14 +199,14 @@ def load_small_other_dim(setting: Setting) -> Implementations:
     return _loads(_small(setting), 1)
 
 
-@case(world=2, repetitions=9, budget=Budget("time", 1, "copy"))
+@case(world=2, repetitions=9, budget=Budget("time", 1, "copy"), runs_on="both")
 def async_save_blocks(setting: Setting) -> Implementations:
     """How long `async_save` holds training up, against one copy of the state in memory."""
     job = _large(setting)
     return async_blocks(job.state(our_tensor, 0, 1.0), job.folder("async"))
 
 
-@case(world=2, repetitions=9, budget=Budget("time", 3, "copy"))
+@case(world=2, repetitions=9, budget=Budget("time", 3, "copy"), runs_on="both")
 def async_save_blocks_small(setting: Setting) -> Implementations:
     job = _small(setting)
     return async_blocks(job.state(our_tensor, 0, 1.0), job.folder("async"))

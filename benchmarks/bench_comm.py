@@ -14,11 +14,12 @@ SMALL, LARGE = 64, 1 << 21  # numbers in a rank's part
 
 
 def _axis(setting: Setting) -> Axis:
-    return axis_of(init_device_mesh("cpu", (setting.world,)), 0)
+    return axis_of(init_device_mesh(setting.device.type, (setting.world,)), 0)
 
 
 def _all_gather(setting: Setting, size: int) -> Implementations:
-    axis, part, out = _axis(setting), torch.ones(size), torch.empty(size * setting.world)
+    axis, device = _axis(setting), setting.device
+    part, out = torch.ones(size, device=device), torch.empty(size * setting.world, device=device)
     sizes = (size,) * setting.world
     return {
         "terrazzo": lambda: all_gather(part, axis, 0, sizes),
@@ -27,7 +28,8 @@ def _all_gather(setting: Setting, size: int) -> Implementations:
 
 
 def _reduce_scatter(setting: Setting, size: int) -> Implementations:
-    axis, whole, out = _axis(setting), torch.ones(size * setting.world), torch.empty(size)
+    axis, device = _axis(setting), setting.device
+    whole, out = torch.ones(size * setting.world, device=device), torch.empty(size, device=device)
     sizes = (size,) * setting.world
     return {
         "terrazzo": lambda: reduce_scatter(whole, axis, 0, sizes),
@@ -36,38 +38,38 @@ def _reduce_scatter(setting: Setting, size: int) -> Implementations:
 
 
 def _all_reduce(setting: Setting, size: int) -> Implementations:
-    axis, x = _axis(setting), torch.zeros(size)
+    axis, x = _axis(setting), torch.zeros(size, device=setting.device)
     return {
         "terrazzo": lambda: all_reduce(x, axis),
         "torch": lambda: dist.all_reduce(x.clone()),
     }
 
 
-@case(world=2)
+@case(world=2, runs_on="both")
 def all_gather_small(setting: Setting) -> Implementations:
     return _all_gather(setting, SMALL)
 
 
-@case(world=2)
+@case(world=2, runs_on="both")
 def all_gather_large(setting: Setting) -> Implementations:
     return _all_gather(setting, LARGE)
 
 
-@case(world=2)
+@case(world=2, runs_on="both")
 def reduce_scatter_small(setting: Setting) -> Implementations:
     return _reduce_scatter(setting, SMALL)
 
 
-@case(world=2)
+@case(world=2, runs_on="both")
 def reduce_scatter_large(setting: Setting) -> Implementations:
     return _reduce_scatter(setting, LARGE)
 
 
-@case(world=2)
+@case(world=2, runs_on="both")
 def all_reduce_small(setting: Setting) -> Implementations:
     return _all_reduce(setting, SMALL)
 
 
-@case(world=2)
+@case(world=2, runs_on="both")
 def all_reduce_large(setting: Setting) -> Implementations:
     return _all_reduce(setting, LARGE)

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.cases import Budget, Implementations, Setting, case
+from benchmarks.cases import Budget, Implementations, RunsOn, Setting, case
 from benchmarks.fsdp_scale import growth
-from terrazzo.fsdp import fully_shard
+from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 class Block(nn.Module):
@@ -64,8 +65,10 @@ def _sharded(model: Model, function: Callable[..., Any], **options: Any) -> Mode
 
 def _compare(setting: Setting, width: int, blocks: int, batch: int) -> Implementations:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (setting.world,))
-    model, x = Model(width, blocks), torch.randn(batch, width)
+    if setting.quick:
+        width, blocks, batch = 64, min(blocks, 4), 8
+    mesh = init_device_mesh(setting.device.type, (setting.world,))
+    model, x = Model(width, blocks).to(setting.device), torch.randn(batch, width).to(setting.device)
     return {
         "plain": _step(copy.deepcopy(model), x),
         "terrazzo": _step(_sharded(copy.deepcopy(model), fully_shard, mesh=mesh), x),
@@ -83,7 +86,8 @@ def _steps(name: str, doc: str, world: int, sizes: tuple[int, int, int], limits:
 
         compare.__doc__ = doc
         full = name if other == "torch" else f"{name}_beside_{other}"
-        case(world=world, budget=Budget("time", limit, other), repetitions=n, name=full)(compare)
+        runs_on: RunsOn = "both" if other == "torch" else "cpu"  # without budgets the others are the same
+        case(world=world, budget=Budget("time", limit, other), repetitions=n, name=full, runs_on=runs_on)(compare)
 
 
 _steps(
@@ -96,6 +100,21 @@ _steps(
 _steps("narrow", "The same on two ranks: latency counts.", 2, (64, 24, 8), {"torch": 0.3, "ddp": 1.7})
 # 0.6, because DDP, which gathers nothing, takes 0.5 here: docs/fully-shard.md.
 _steps("wide", "Width 512, 6 blocks, batch 64: bytes count.", 2, (512, 6, 64), {"torch": 0.6, "ddp": 1.15}, 11)
+
+
+@case(world=2, repetitions=11, runs_on="accelerator")
+def wide_bfloat16(setting: Setting) -> Implementations:
+    """Width 2048, 8 blocks, batch 4096 in bfloat16: 268 million parameters, what accelerators are for."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh(setting.device.type, (setting.world,))
+    width, blocks, batch = (64, 2, 8) if setting.quick else (2048, 8, 4096)
+    model, x = Model(width, blocks).to(setting.device), torch.randn(batch, width).to(setting.device)
+    ours = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    theirs = TorchMixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    return {
+        "terrazzo": _step(_sharded(copy.deepcopy(model), fully_shard, mesh=mesh, mp_policy=ours), x),
+        "torch": _step(_sharded(copy.deepcopy(model), torch_fully_shard, mesh=mesh, mp_policy=theirs), x),
+    }
 
 
 def _grown(width: int) -> None:

@@ -28,8 +28,8 @@ def _step(kind: type[torch.optim.Muon], matrices: list[Tensor], grads: list[Tens
 
 def _compare(setting: Setting, shapes: list[tuple[int, int]]) -> Implementations:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (setting.world,))
-    matrices, grads = ([torch.randn(shape) for shape in shapes] for _ in range(2))
+    mesh = init_device_mesh(setting.device.type, (setting.world,))
+    matrices, grads = ([torch.randn(shape).to(setting.device) for shape in shapes] for _ in range(2))
 
     def ours(tensors: list[Tensor]) -> list[Tensor]:
         return [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in tensors]
@@ -44,13 +44,13 @@ def _compare(setting: Setting, shapes: list[tuple[int, int]]) -> Implementations
     }
 
 
-@case(world=2, budget=Budget("time", 0.5))
+@case(world=2, budget=Budget("time", 0.5), runs_on="both")
 def muon_small(setting: Setting) -> Implementations:
     """24 matrices of 64 by 256: what the library and the messages cost."""
     return _compare(setting, [(64, 256)] * 24)
 
 
-@case(world=2, budget=Budget("time", 0.8), repetitions=11)
+@case(world=2, budget=Budget("time", 0.8), repetitions=11, runs_on="both")
 def muon(setting: Setting) -> Implementations:
     """8 matrices of 256 by 1024: what orthogonalising costs."""
     return _compare(setting, [(256, 1024)] * 8)

@@ -27,6 +27,7 @@ class Triple:
     def __init__(
         self, tensor: torch.Tensor, mesh: DeviceMesh, sharded: bool = True, requires_grad: bool = False
     ) -> None:
+        tensor = tensor.to(mesh.device_type)
         ours = distribute_tensor(tensor, mesh, [Shard(0) if sharded else Replicate()])
         theirs = torch_tensor.distribute_tensor(
             tensor.clone(), mesh, [torch_tensor.Shard(0) if sharded else torch_tensor.Replicate()]
@@ -42,14 +43,14 @@ def _each(function: Callable[..., Any], *tensors: Triple) -> Implementations:
     return {name: bound(i) for i, name in enumerate(NAMES)}
 
 
-def _mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (1,))
+def _mesh(setting: Setting) -> DeviceMesh:
+    return init_device_mesh(setting.device.type, (1,))
 
 
 def _operation(name: str, limit: float, function: Callable[..., Any], sharded: Sequence[bool]) -> None:
-    @case(name=name, unit="s", budget=Budget("overhead", limit))
+    @case(name=name, unit="s", budget=Budget("overhead", limit), runs_on="both")
     def run(setting: Setting) -> Implementations:
-        mesh = _mesh()
+        mesh = _mesh(setting)
         return _each(function, *[Triple(torch.randn(8, 8), mesh, s) for s in sharded])
 
 
@@ -72,17 +73,17 @@ _operation("in_place", 0.2, lambda a: a.add_(0.0), [True])
 _operation("dropout", 0.6, lambda a: F.dropout(a, 0.1), [True])
 
 
-@case(budget=Budget("overhead", 0.4))
+@case(budget=Budget("overhead", 0.4), runs_on="both")
 def layer_norm(setting: Setting) -> Implementations:
-    mesh = _mesh()
+    mesh = _mesh(setting)
     return _each(
         lambda a, w: F.layer_norm(a, (8,), w, w), Triple(torch.randn(8, 8), mesh), Triple(torch.ones(8), mesh, False)
     )
 
 
-@case(budget=Budget("overhead", 0.4))
+@case(budget=Budget("overhead", 0.4), runs_on="both")
 def linear(setting: Setting) -> Implementations:
-    mesh = _mesh()
+    mesh = _mesh(setting)
     x, w, b = (
         Triple(torch.randn(8, 8), mesh),
         Triple(torch.randn(8, 8), mesh, False),
@@ -91,30 +92,30 @@ def linear(setting: Setting) -> Implementations:
     return _each(F.linear, x, w, b)
 
 
-@case(budget=Budget("overhead", 0.4))
+@case(budget=Budget("overhead", 0.4), runs_on="both")
 def cross_entropy(setting: Setting) -> Implementations:
-    mesh = _mesh()
+    mesh = _mesh(setting)
     return _each(F.cross_entropy, Triple(torch.randn(8, 8), mesh), Triple(torch.arange(8), mesh))
 
 
-@case(budget=Budget("overhead", 0.4))
+@case(budget=Budget("overhead", 0.4), runs_on="both")
 def batch_norm(setting: Setting) -> Implementations:
-    mesh = _mesh()
+    mesh = _mesh(setting)
     w, b = Triple(torch.ones(8), mesh, False), Triple(torch.zeros(8), mesh, False)
     return _each(
         lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), Triple(torch.randn(8, 8), mesh), w, b
     )
 
 
-@case(budget=Budget("overhead", 0.4))
+@case(budget=Budget("overhead", 0.4), runs_on="both")
 def advanced_index(setting: Setting) -> Implementations:
-    mesh = _mesh()
+    mesh = _mesh(setting)
     return _each(lambda x, i: x[i], Triple(torch.randn(8, 8), mesh, False), Triple(torch.arange(4), mesh, False))
 
 
-@case(budget=Budget("overhead", 0.05))
+@case(budget=Budget("overhead", 0.05), runs_on="both")
 def forward_backward(setting: Setting) -> Implementations:
-    mesh = _mesh()
+    mesh = _mesh(setting)
 
     def step(x: Any, w: Any) -> None:
         (x @ w).relu().sum().backward()
@@ -140,9 +141,9 @@ def _parameters(mesh: DeviceMesh) -> list[list[torch.nn.Parameter]]:
 
 
 def _optimizer(name: str, limit: float, **options: bool) -> None:
-    @case(name=name, repetitions=9, budget=Budget("overhead", limit))
+    @case(name=name, repetitions=9, budget=Budget("overhead", limit), runs_on="both")
     def run(setting: Setting) -> Implementations:
-        steps = [torch.optim.AdamW(p, **options).step for p in _parameters(_mesh())]  # type: ignore[arg-type]
+        steps = [torch.optim.AdamW(p, **options).step for p in _parameters(_mesh(setting))]  # type: ignore[arg-type]
         return dict(zip(NAMES, steps, strict=True))
 
 
@@ -151,12 +152,12 @@ _optimizer("adamw_fused", 0.2, fused=True)
 _optimizer("adamw_loop", 0.25, foreach=False)
 
 
-@case(repetitions=9, budget=Budget("overhead", 0.4))
+@case(repetitions=9, budget=Budget("overhead", 0.4), runs_on="both")
 def clip_grad_norm(setting: Setting) -> Implementations:
     def clip(parameters: list[torch.nn.Parameter]) -> Callable[[], Any]:
         return lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9)
 
-    return {name: clip(p) for name, p in zip(NAMES, _parameters(_mesh()), strict=True)}
+    return {name: clip(p) for name, p in zip(NAMES, _parameters(_mesh(setting)), strict=True)}
 
 
 def _at_scale(work: str, ranks: int, limit: float) -> None:

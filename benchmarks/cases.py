@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import torch
 
 OURS = "terrazzo"
 
 Measure = Literal["overhead", "time", "speed", "value"]
+RunsOn = Literal["cpu", "accelerator", "both"]
 
 
 class Budget(msgspec.Struct, frozen=True):
@@ -37,13 +39,14 @@ class Budget(msgspec.Struct, frozen=True):
 class Setting:
     """Where a case runs. `folder` is empty, shared by the ranks and removed afterwards.
 
-    `quick` asks for a small problem.
+    `quick` asks for a small problem. `device` is this rank's.
     """
 
     rank: int
     world: int
     folder: Path
     quick: bool
+    device: torch.device = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -66,22 +69,32 @@ class Case:
     unit: str
     repetitions: int
     budget: Budget | None
+    runs_on: RunsOn = "cpu"
 
 
 _cases: dict[str, Case] = {}
 
 
 def case(
-    *, world: int = 1, unit: str = "s", repetitions: int = 21, budget: Budget | None = None, name: str | None = None
+    *,
+    world: int = 1,
+    unit: str = "s",
+    repetitions: int = 21,
+    budget: Budget | None = None,
+    name: str | None = None,
+    runs_on: RunsOn = "cpu",
 ) -> Callable[[Callable[[Setting], Implementations]], Callable[[Setting], Implementations]]:
-    """Registers a function as the case `<topic>.<name>`, the topic being that of its module `bench_<topic>`."""
+    """Registers a function as the case `<topic>.<name>`, the topic being that of its module `bench_<topic>`.
+
+    On accelerators a case for several ranks has one for each device, and no budget: those are for gloo and the CPU.
+    """
 
     def register(function: Callable[[Setting], Implementations]) -> Callable[[Setting], Implementations]:
         topic = function.__module__.rpartition(".")[2].removeprefix("bench_")
         full_name = f"{topic}.{name or function.__name__}"
         if full_name in _cases:
             raise ValueError(f"there are two benchmark cases named {full_name!r}")
-        _cases[full_name] = Case(full_name, function.__module__, function, world, unit, repetitions, budget)
+        _cases[full_name] = Case(full_name, function.__module__, function, world, unit, repetitions, budget, runs_on)
         return function
 
     return register
@@ -103,15 +116,17 @@ def get(name: str) -> Case:
     return _cases[name]
 
 
-def select(patterns: Iterable[str]) -> list[Case]:
+def select(patterns: Iterable[str], runs_on: Literal["cpu", "accelerator"] = "cpu") -> list[Case]:
     """The cases named in full, by topic or with wildcards, in the order of their registration; all without patterns.
 
-    Raises `LookupError` for a pattern that names none.
+    Raises `LookupError` for a pattern that names none of those that run there.
     """
+    there = [case for case in _cases.values() if case.runs_on in (runs_on, "both")]
     chosen: set[str] = set()
     for pattern in patterns:
-        found = [name for name in _cases if name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)]
+        found = [c.name for c in there if c.name.startswith(f"{pattern}.") or fnmatchcase(c.name, pattern)]
         if not found:
-            raise LookupError(f"no benchmark case is named {pattern!r}; there are {', '.join(_cases) or 'none at all'}")
+            names = ", ".join(case.name for case in there) or "none at all"
+            raise LookupError(f"no benchmark case for the {runs_on} is named {pattern!r}; there are {names}")
         chosen.update(found)
-    return [case for case in _cases.values() if not chosen or case.name in chosen]
+    return [case for case in there if not chosen or case.name in chosen]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -33,14 +34,17 @@ def _sections(text: str) -> dict[str, str]:
 
 def _section(topic: str, results: list[Result], report: Report, today: datetime.date) -> str:
     machine = report.machine
-    columns = columns_of(results)
-    rows = [
-        "| " + " | ".join(columns) + " |",
-        "|" + "---|" * len(columns),
-        *("| " + " | ".join(row) + " |" for row in zip(*columns.values(), strict=True)),
-    ]
     where = (
         f"{today.isoformat()}, PyTorch {machine.torch}, Python {machine.python}, {machine.cores} cores of "
         f"{machine.processor}: `python -m benchmarks {topic} --page docs/benchmarks.md`"
     )
-    return "\n".join([f"## {topic}", "", where, "", *rows, ""])
+    return "\n".join([f"## {topic}", "", where, "", *table(columns_of(results)), ""])
+
+
+def table(columns: Mapping[str, Sequence[str]]) -> list[str]:
+    """The lines of a table: title -> cells."""
+    return [
+        "| " + " | ".join(columns) + " |",
+        "|" + "---|" * len(columns),
+        *("| " + " | ".join(row) + " |" for row in zip(*columns.values(), strict=True)),
+    ]

@@ -30,7 +30,10 @@ def measure(case: Case, setting: Setting, seconds: float = math.inf) -> dict[str
     prepare = {name: i.before if isinstance(i, Prepared) else _nothing for name, i in implementations.items()}
     names = list(runs)
     timed = case.unit == "s"
-    calls = {name: _calls_per_sample(runs[name]) if timed and prepare[name] is _nothing else 1 for name in names}
+    device = setting.device
+    calls = {
+        name: _calls_per_sample(runs[name], device) if timed and prepare[name] is _nothing else 1 for name in names
+    }
     repetitions = min(QUICK_REPETITIONS, case.repetitions) if setting.quick else case.repetitions
     samples: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
@@ -40,7 +43,7 @@ def measure(case: Case, setting: Setting, seconds: float = math.inf) -> dict[str
             turn = repetition % len(names)
             for name in names[turn:] + names[:turn]:
                 prepare[name]()
-                sample = _time(runs[name], calls[name]) if timed else _value(runs[name])
+                sample = _time(runs[name], calls[name], device) if timed else _value(runs[name])
                 samples[name].append(sample)
             if math.isfinite(seconds) and repetition + 1 >= FEWEST:
                 if _slowest_rank([time.monotonic() - began])[0] > seconds:
@@ -54,26 +57,29 @@ def _nothing() -> None:
     pass
 
 
-def _calls_per_sample(run: Callable[[], object]) -> int:
+def _calls_per_sample(run: Callable[[], object], device: torch.device) -> int:
     """How many calls make a sample, the same number on every rank. Also warms up."""
     calls = 1
     for _ in range(3):  # the first call may build what later ones find
-        seconds = _slowest_rank([_time(run, calls)])[0]
+        seconds = _slowest_rank([_time(run, calls, device)])[0]
         if seconds > LONG_CALL:
             break
         calls = max(1, min(MAX_CALLS, math.ceil(SAMPLE_SECONDS / max(seconds, 1e-9))))
     return calls
 
 
-def _time(run: Callable[[], object], calls: int) -> float:
-    """Seconds of one call, averaged over several, from a moment at which all ranks are there."""
+def _time(run: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Seconds of one call, averaged over several, from a moment at which all ranks are there; what an accelerator does
+    for them is a part of it."""
     gc.collect()
     gc.disable()
     try:
         _meet()
+        _synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
             run()
+        _synchronize(device)
         return (time.perf_counter() - start) / calls
     finally:
         gc.enable()
@@ -85,6 +91,11 @@ def _value(run: Callable[[], object]) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"an implementation of a case that is not timed returns its sample, not {type(value).__name__}")
     return float(value)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _meet() -> None:

@@ -17,6 +17,8 @@ from benchmarks import cases
 from benchmarks.cases import Budget, Case
 from benchmarks.report import Report, report, result_of, tables, write_json
 from benchmarks.runner import run
+from terrazzo.errors import DeviceBuildError
+from terrazzo.testing.late import build
 
 CASES = """
     import os, time
@@ -63,6 +65,12 @@ CASES = """
     @case(unit="count", repetitions=1)
     def after_failures(setting):
         return {"terrazzo": lambda: 1}
+
+    @case(world=4, unit="count", repetitions=2, budget=Budget("value", 1), runs_on="accelerator")
+    def on_a_device(setting):
+        x = torch.ones(1, device=setting.device)
+        dist.all_reduce(x)
+        return {"terrazzo": lambda: x.item()}
 
     @case(unit="count", repetitions=1)
     def no_number(setting):
@@ -237,3 +245,24 @@ def test_the_command(register, monkeypatch, tmp_path: Path):
     assert "prepared" in ran.stdout and "returns its sample, not str" in ran.stderr
     assert len(msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=Report).results) == 2
     assert CliRunner().invoke(app, ["nothing"]).exit_code == 2
+
+
+# ------------------------------------------------------------------ on accelerators
+
+
+@pytest.mark.long
+def test_a_case_for_accelerators_has_a_rank_for_each_device(register):
+    try:
+        build.built()
+    except DeviceBuildError as error:
+        pytest.skip(str(error).partition("\n")[0])
+    result = one("tiny.on_a_device", device="late")
+    assert result.error is None and result.world == 2 and result.budget is None
+    assert set(result.samples["terrazzo"]) == {2.0}
+
+
+def test_cases_are_chosen_by_where_they_run(register):
+    names = [case.name for case in cases.select([], "accelerator")]
+    assert names == ["tiny.on_a_device"] and "tiny.on_a_device" not in [case.name for case in cases.select([])]
+    with pytest.raises(LookupError, match="no benchmark case for the accelerator is named 'tiny.timed'"):
+        cases.select(["tiny.timed"], "accelerator")
