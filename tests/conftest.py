@@ -1,5 +1,5 @@
-"""What all tests share: ranks end with the session, what needs a GPU runs only where there is one, and what says little
-more than another test, at length, runs in `make long` (`--long`) or `make proofs` (`--proofs`)."""
+"""What all tests share: ranks end with the session, what is for accelerators runs in `make gpu` (`--device`), and what
+says little more than another test, at length, runs in `make long` (`--long`) or `make proofs` (`--proofs`)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 
+import device_ranks
 import ranks
 
 TESTS = Path(__file__).parent
@@ -29,19 +30,22 @@ hypothesis.settings.load_profile("terrazzo")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="Also run what is marked as long.")
     parser.addoption("--proofs", action="store_true", help="Also run what is marked as long or as a proof.")
+    parser.addoption("--device", help="Run what is marked gpu, and nothing else, on this kind of device.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    device_ranks.choose(config.getoption("--device"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    proofs = config.getoption("--proofs")
-    left_out = [] if proofs else ["proof"] if config.getoption("--long") else ["long", "proof"]
-    deselected = {item for item in items for marker in left_out if item.get_closest_marker(marker)}
+    if config.getoption("--device"):  # its ranks have that device, and would be wrong for other tests
+        deselected = {item for item in items if not item.get_closest_marker("gpu")}
+    else:
+        proofs = config.getoption("--proofs")
+        left_out = ["gpu"] if proofs else ["gpu", "proof"] if config.getoption("--long") else ["gpu", "long", "proof"]
+        deselected = {item for item in items for marker in left_out if item.get_closest_marker(marker)}
     config.hook.pytest_deselected(items=[item for item in items if item in deselected])
     items[:] = sorted((item for item in items if item not in deselected), key=_turn)
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 def _turn(item: pytest.Item) -> int:

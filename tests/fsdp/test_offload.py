@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from device_ranks import run_on_devices
 from fsdp.compare import Model, batches, loss_of, shard_blocks, train_alike
-from ranks import run_fresh, run_ranks
+from ranks import run_ranks
 from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, offload
 from terrazzo.tensor import DTensor, init_device_mesh
@@ -111,15 +112,12 @@ def test_offloading_from_cpu_to_cpu(world):
 # ------------------------------------------------------------------ on an accelerator
 
 
-def check_devices() -> None:
-    torch.cuda.set_device(dist.get_rank())
-    dist.destroy_process_group()
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    for policy, where in ((STATE_ONLY, "cuda"), (CPUOffloadPolicy(), "cpu"), (OffloadPolicy(), "cuda")):
+def check_devices(device: torch.device) -> None:
+    mesh, kind = init_device_mesh(device.type, (dist.get_world_size(),)), device.type
+    for policy, where in ((STATE_ONLY, kind), (CPUOffloadPolicy(), "cpu"), (OffloadPolicy(), kind)):
         torch.manual_seed(0)
         model = Model(3, 64, 256)
-        reference = copy.deepcopy(model).cuda()
+        reference = copy.deepcopy(model).to(device)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, offload_policy=policy)
         fully_shard(model, mesh=mesh, offload_policy=policy)
@@ -127,19 +125,18 @@ def check_devices() -> None:
         ours, theirs = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(reference.parameters())
         for x, y in batches(5, ranks=1):
             for module, optimizer in ((model, ours), (reference, theirs)):
-                loss_of(module, x.cuda(), y.cuda()).backward()  # every rank has the same data
+                loss_of(module, x.to(device), y.to(device)).backward()  # every rank has the same data
                 optimizer.step()
-        resting = "cuda" if type(policy) is OffloadPolicy else "cpu"
+        resting = kind if type(policy) is OffloadPolicy else "cpu"
         for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
             state = ours.state[parameter]["exp_avg"]
             assert parameter.device.type == parameter.grad.device.type == where
             assert isinstance(state, DTensor) and state.device.type == resting
             assert state.to_local().is_pinned() == (policy is STATE_ONLY and state.to_local().numel() > 0)
             part = expected.detach()[parameter._layout.box().slices()]
-            torch.testing.assert_close(parameter.to_local().cuda(), part, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(parameter.to_local().to(device), part, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu
 def test_where_everything_rests():
-    for outcome in run_fresh(torch.cuda.device_count(), check_devices, timeout=180):
-        assert outcome.ok, outcome
+    run_on_devices(check_devices)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import tempfile
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -12,13 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 import terrazzo.checkpoint as checkpoint
+from device_ranks import run_on_devices
 from late_ranks import run_late
 from terrazzo.checkpoint import CheckpointManager, DefaultStager, StagingOptions
-from terrazzo.publish import Publisher, Receiver
+from terrazzo.publish import Channel, Publisher, Receiver
 from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
 from terrazzo.testing import late
-
-pytestmark = pytest.mark.long
 
 SIZE = 300_000
 STEPS = 10
@@ -46,25 +47,24 @@ def queued(x):
 
 def places(device):
     """Devices and streams on which tensors are: the current ones and others."""
-    other = torch.device("late", (device.index + 2) % 4)
-    for where in (device, other):
+    other = torch.device(device.type, (device.index + 1) % torch.accelerator.device_count())
+    for where in dict.fromkeys((device, other)):
         for own in (False, True):
-            yield where, torch.late.Stream(where) if own else None
+            yield where, torch.Stream(device=where) if own else None
 
 
 def on(stream, device):
     """The stream is current, and still the rank's own device is."""
     if stream is None:
         return nullcontext()
-    stream.wait_stream(torch.late.current_stream(stream.device_index))
-    block = torch.late.stream(stream)
-    return block
+    stream.wait_stream(torch.accelerator.current_stream(stream.device))
+    return stream
 
 
 def save(device, where, stream, size=SIZE):
     folder, start, mine = shared_folder(), torch.arange(float(size)) + dist.get_rank(), f"x{dist.get_rank()}"
     with on(stream, where):
-        torch.late.set_device(device)
+        torch.accelerator.set_device_index(device.index)
         x = queued(start.to(where))
         # Strided as well: its bytes are copied through buffers.
         checkpoint.save({mine: x, f"{mine} strided": x.view(-1, 1000).t()}, checkpoint_id=folder)
@@ -77,7 +77,7 @@ def save(device, where, stream, size=SIZE):
 
 def check_saving(device):
     save(device, device, None)
-    save(device, device, torch.late.Stream(device))
+    save(device, device, torch.Stream(device=device))
 
 
 def check_saving_through_buffers(device):
@@ -95,7 +95,7 @@ def check_saving_in_the_background(device):
     for where, stream in places(device):
         folder, start, mine = shared_folder(), torch.arange(float(SIZE)), f"x{dist.get_rank()}"
         with on(stream, where):
-            torch.late.set_device(device)
+            torch.accelerator.set_device_index(device.index)
             x, here = queued(start.to(where)), torch.ones(10)
             future = checkpoint.async_save({mine: x, f"{mine} here": here}, checkpoint_id=folder)
             x.zero_()  # training goes on
@@ -129,7 +129,7 @@ def check_loading(device):
         folder, mine, want = shared_folder(), f"x{dist.get_rank()}", torch.arange(float(SIZE)).mul(3)
         checkpoint.save({mine: want}, checkpoint_id=folder)
         with on(stream, where):
-            torch.late.set_device(device)
+            torch.accelerator.set_device_index(device.index)
             x = queued(torch.zeros(SIZE).to(where))
             before = x * 2
             checkpoint.load({mine: x}, checkpoint_id=folder)
@@ -139,7 +139,7 @@ def check_loading(device):
 
 
 def check_managers(device):
-    mesh, folder = init_device_mesh("late", (dist.get_world_size(),)), shared_folder()
+    mesh, folder = init_device_mesh(device.type, (dist.get_world_size(),)), shared_folder()
     x = distribute_tensor(torch.arange(4000.0, device=device).view(1000, 4), mesh, [Shard(0)])
     manager = CheckpointManager(folder, keep=2)
     for step in (1, 2, 3):
@@ -156,7 +156,7 @@ def check_publishing(device):
     for where, stream in places(device):
         folder = shared_folder()
         with on(stream, where):
-            torch.late.set_device(device)
+            torch.accelerator.set_device_index(device.index)
             torch.manual_seed(0)
             source, copy = nn.Linear(64, 64).to(where), nn.Linear(64, 64).to(where)
             publisher, receiver = Publisher(folder, source), Receiver(folder, copy)
@@ -176,6 +176,80 @@ def check_publishing(device):
         remove(folder)
 
 
+def alone():
+    """A group of this rank: else ranks compare what they both have, and the host waits for that."""
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
+def meet():
+    """All ranks, without a wait for the device."""
+    dist.all_reduce(torch.ones(1))
+
+
+def publish_thrice(device, where, to, dtype=torch.float32):
+    """From the first rank to the last, which waits for the device only where publishing does."""
+    group, rank = alone(), dist.get_rank()
+    want = {"all": torch.arange(4096.0).view(64, 64), "some": torch.arange(4096.0).view(64, 64)}
+    source = {name: x.to(where) for name, x in want.items()}
+    copy = {name: torch.zeros(64, 64, dtype=dtype, device=where) for name in want}
+    publisher = receiver = None
+    if rank == 0:
+        publisher = Publisher(to, source, process_group=group, dtype=dtype)
+    meet()
+    if rank == dist.get_world_size() - 1:
+        receiver = Receiver(to, copy, process_group=group)
+        receiver.poll()  # from now on the publisher knows it
+    meet()
+    with torch.no_grad():
+        for step in range(3):
+            want["all"] = (want["all"] * 1.5 if step else want["all"]) + STEPS
+            want["some"][step] += 1
+            if publisher is not None:
+                queued(source["all"])
+                source["some"][step] += 1
+                publisher.publish(step)
+                source["all"].mul_(1.5)  # training goes on
+            if receiver is not None:
+                while receiver.poll() != step:
+                    time.sleep(0.001)
+                queued(copy["all"])  # so that what is copied into it is late
+                receiver.apply()
+            if publisher is not None:
+                publisher.wait()
+            meet()
+    if publisher is not None:
+        publisher.close()
+    if receiver is not None:
+        for name, x in want.items():
+            assert torch.equal(copy[name].cpu(), x.to(dtype)), (name, where)
+    meet()
+
+
+def check_publishing_again_at_once(device):
+    for where, stream in places(device):
+        folder = shared_folder()
+        with on(stream, where):
+            torch.accelerator.set_device_index(device.index)
+            publish_thrice(device, where, folder)
+        remove(folder)
+
+
+def check_publishing_in_bfloat16(device):
+    folder = shared_folder()
+    publish_thrice(device, device, folder, torch.bfloat16)
+    remove(folder)
+
+
+def check_publishing_through_a_channel(device):
+    address = [None]
+    if dist.get_rank() == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address[0] = f"127.0.0.1:{probe.getsockname()[1]}"
+    dist.broadcast_object_list(address, src=0)
+    publish_thrice(device, device, Channel(address[0]))
+
+
 CHECKS = (
     check_saving,
     check_saving_through_buffers,
@@ -185,14 +259,25 @@ CHECKS = (
     check_loading,
     check_managers,
     check_publishing,
+    check_publishing_again_at_once,
+    check_publishing_in_bfloat16,
+    check_publishing_through_a_channel,
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", CHECKS)
 def test_stored_values_are_right_and_nothing_races(check):
     run_late(2, check, modes=("needed",))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", CHECKS)
 def test_stored_values_are_right_in_every_mode(check):
     run_late(2, check, modes=late.MODES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS)
+def test_values_of_accelerators_are_stored(check):
+    run_on_devices(check)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
+import tempfile
 import threading
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torchs
 import torch.nn.functional as F
 from torch import nn
 
+from device_ranks import run_on_devices
 from late_ranks import run_late
 from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from terrazzo.fsdp.plan.operations import Stream
 from terrazzo.tensor import init_device_mesh
 from terrazzo.testing import late
 
-pytestmark = pytest.mark.long
-
 WIDTH, WORDS = 16, 20
+REPLICAS = "replicas"  # two of all shards, on an even number of ranks
 
 
 class Block(nn.Module):
@@ -43,17 +48,20 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def sharded(device, sizes=None, coalesce=False, unused=False, prefetch=False, **options):
+def sharded(device, sizes=None, coalesce=False, unused=False, prefetch=False, function=fully_shard, **options):
     torch.manual_seed(0)
     model = Model(unused)
-    if "offload_policy" not in options:
+    if "offload_policy" not in options or function is torchs.fully_shard:
         model.to(device)
+    if sizes is REPLICAS:
+        world = dist.get_world_size()
+        sizes = (2, world // 2) if world % 2 == 0 else (1, world)
     names = {"mesh_dim_names": ("replicas", "shards")} if sizes else {}
-    mesh = init_device_mesh("late", sizes or (dist.get_world_size(),), **names)
+    mesh = init_device_mesh(device.type, sizes or (dist.get_world_size(),), **names)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-    if not coalesce:
+        function(block, mesh=mesh, **options)
+    function(model, mesh=mesh, **options)
+    if not coalesce and function is fully_shard:
         model.set_coalesce_bytes(0)
     if prefetch:
         for one, next_ in zip(model.blocks, model.blocks[1:], strict=False):
@@ -62,10 +70,14 @@ def sharded(device, sizes=None, coalesce=False, unused=False, prefetch=False, **
     return model
 
 
-def batch(device, step, micro):
-    seed = 100 * step + 10 * micro + dist.get_rank()
+def batch(device, step, micro, rank=None):
+    seed = 100 * step + 10 * micro + (dist.get_rank() if rank is None else rank)
     tokens = torch.randint(WORDS, (3, 5), generator=torch.Generator().manual_seed(seed))
     return tokens.pin_memory().to(device, non_blocking=True)
+
+
+def whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def train(model, device, steps=2, micros=1, before=lambda model, last: None):
@@ -81,7 +93,7 @@ def train(model, device, steps=2, micros=1, before=lambda model, last: None):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    parts = [p.detach().to(device).full_tensor().flatten() for p in model.parameters()]
+    parts = [whole(p.detach().to(device)).flatten() for p in model.parameters()]
     return {"parameters": torch.cat(parts).cpu(), "losses": torch.stack(losses).cpu()}
 
 
@@ -142,9 +154,9 @@ def check_prefetching(device):
 
 
 def check_stream_of_its_own(device):
-    stream = torch.late.Stream(device)
-    stream.wait_stream(torch.late.current_stream())
-    with torch.late.stream(stream):
+    stream = torch.Stream(device=device)
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
         return train(sharded(device), device)
 
 
@@ -169,6 +181,33 @@ def check_gathers_that_are_given_up(device):
     return train(sharded(device), device, before=give_up)
 
 
+def check_failing_backwards(device):
+    """On all ranks, when some of the reductions are under way; then the step is taken again."""
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise KeyError("on purpose")
+
+    def fail(model, last):
+        handle = model.blocks[0].register_forward_hook(lambda block, args, out: Failing.apply(out))
+        with pytest.raises(KeyError, match="on purpose"):
+            model(batch(device, 7, 0)).sum().backward()
+        handle.remove()
+        model.zero_grad()
+
+    return train(sharded(device), device, before=fail)
+
+
+def check_state_dicts_between(device):
+    """Ranks are compared before a state dict is made, and the host waits for that."""
+    return train(sharded(device), device, before=lambda model, last: model.state_dict())
+
+
 def check_evaluation_between(device):
     def evaluate(model, last):
         with torch.no_grad():
@@ -184,11 +223,31 @@ def check_hooks_on_gradients(device):
     return train(model, device)
 
 
+def check_models_with_the_same_streams(device):
+    """A device has 32 streams, which are given out again: with the memory that an earlier model may still use."""
+    models, losses = [sharded(device) for _ in range(3)], []
+    while models:
+        model = models.pop()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(2):
+            tokens = batch(device, step, 0)
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        for _ in range(32 - (len(Stream) - 1)):
+            torch.get_device_module(device.type).Stream(device, priority=-1)
+    losses = torch.stack(losses).cpu()
+    assert torch.equal(losses, losses[:2].repeat(3))
+    return {"losses": losses, "parameters": torch.zeros(1)}
+
+
 def check_worker_thread(device):
     values = []
 
     def work():
-        torch.late.set_device(device)
+        torch.accelerator.set_device_index(device.index)
         values.append(train(sharded(device), device))
 
     thread = threading.Thread(target=work)
@@ -198,11 +257,15 @@ def check_worker_thread(device):
 
 
 def check_replicas(device):
-    return train(sharded(device, sizes=(2, 2)), device)
+    return train(sharded(device, sizes=REPLICAS), device)
+
+
+def check_coalesced_replicas(device):
+    return train(sharded(device, sizes=REPLICAS, coalesce=True), device)
 
 
 def check_replicas_and_accumulation(device):
-    model = sharded(device, sizes=(2, 2))
+    model = sharded(device, sizes=REPLICAS)
     return train(model, device, micros=2, before=lambda m, last: m.set_requires_all_reduce(last))
 
 
@@ -240,7 +303,7 @@ def check_writes_to_unsharded_parameters(device):
 
 
 def check_hooks_on_reductions(device):
-    model, stream = sharded(device), torch.late.Stream(device)
+    model, stream = sharded(device), torch.get_device_module(device.type).Stream(device)
     for module in model.modules():
         if hasattr(module, "set_all_reduce_hook"):
             module.set_all_reduce_hook(lambda gradients: gradients.mul_(1.0), stream=stream)
@@ -261,11 +324,20 @@ OTHERS = (
     check_stream_of_its_own,
     check_unsharded_ahead,
     check_gathers_that_are_given_up,
+    check_failing_backwards,
+    check_state_dicts_between,
     check_evaluation_between,
     check_hooks_on_gradients,
     check_hooks_on_reductions,
     check_writes_to_unsharded_parameters,
     check_worker_thread,
+    check_models_with_the_same_streams,
+)
+ON_REPLICAS = (
+    check_replicas,
+    check_coalesced_replicas,
+    check_replicas_and_accumulation,
+    check_some_blocks_stay_gathered,
 )
 
 
@@ -281,22 +353,26 @@ def all_same(world, *checks, modes, **options):
                 assert torch.equal(found["parameters"], runs[0][0]["parameters"]), check.__name__
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", SAMPLE)
 def test_fully_shard_has_no_races(check):
     all_same(2, check, modes=("eager", "needed"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", (*SAMPLE, *OTHERS))
 def test_fully_shard_has_no_races_in_any_mode(check):
     all_same(2, check, modes=late.MODES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", SAMPLE)
 def test_fully_shard_has_no_races_where_nccl_averages(check):
     all_same(2, check, modes=("needed", "random"), backend_name="nccl")
 
 
-@pytest.mark.parametrize("check", (check_replicas, check_replicas_and_accumulation, check_some_blocks_stay_gathered))
+@pytest.mark.long
+@pytest.mark.parametrize("check", ON_REPLICAS)
 def test_replicas_have_no_races(check):
     all_same(4, check, modes=("eager", "needed", "default_first"))
 
@@ -315,8 +391,86 @@ def check_a_step_without_waits(device):
     assert counts[1:] == [0, 0], counts
 
 
+@pytest.mark.long
 def test_a_step_of_fully_shard_does_not_wait_for_the_device():
     run_late(2, check_a_step_without_waits)
+
+
+# ------------------------------------------------------------------ on accelerators
+
+MICROS = {
+    check_accumulation: 2,
+    check_accumulation_in_shards: 3,
+    check_offload_and_accumulation: 2,
+    check_replicas_and_accumulation: 2,
+}
+IN_BFLOAT16 = (check_mixed_precision, check_bfloat16_reductions)
+TRAIN_OTHERWISE = (
+    check_models_with_the_same_streams,
+    check_offloaded_state_that_the_host_reads,
+    check_writes_to_unsharded_parameters,
+)
+
+
+def on_one_device(device, unused=False, steps=2, micros=1):
+    """What PyTorch computes with the whole model on one device from all ranks' batches, and the losses of this rank."""
+    torch.manual_seed(0)
+    model, losses = Model(unused).to(device), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        for micro in range(micros):
+            parts = []
+            for rank in range(dist.get_world_size()):
+                tokens = batch(device, step, micro, rank)
+                parts.append(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+            torch.stack(parts).mean().backward()
+            losses.append(parts[dist.get_rank()].detach())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]).cpu(),
+        "losses": torch.stack(losses).cpu(),
+    }
+
+
+def check_as_on_one_device(device, check):
+    found = check(device)
+    if check in TRAIN_OTHERWISE:
+        assert not found["losses"].isnan().any() and not found["parameters"].isnan().any()
+        return
+    expected = on_one_device(device, check is check_unused_parameters, micros=MICROS.get(check, 1))
+    tolerance = 5e-2 if check in IN_BFLOAT16 else 1e-4
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name].float(), value, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", (*SAMPLE, *OTHERS, *ON_REPLICAS))
+def test_fully_shard_trains_on_accelerators_as_one_device(check):
+    run_on_devices(check_as_on_one_device, check)
+
+
+def check_as_pytorchs(device):
+    """With the same reductions in bfloat16, too."""
+    for ours, theirs in (
+        ({}, {}),
+        ({"sizes": REPLICAS}, {"sizes": REPLICAS}),
+        (
+            {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+            {"mp_policy": torchs.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        ),
+        ({"offload_policy": CPUOffloadPolicy()}, {"offload_policy": torchs.CPUOffloadPolicy()}),
+    ):
+        found = train(sharded(device, **ours), device)
+        expected = train(sharded(device, function=torchs.fully_shard, **theirs), device)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_fully_shard_trains_on_accelerators_as_pytorchs():
+    run_on_devices(check_as_pytorchs)
 
 
 # ------------------------------------------------------------------ the engine
@@ -356,5 +510,71 @@ def check_engine(device):
     return {"losses": torch.stack(found), "parameters": torch.zeros(1)}
 
 
+@pytest.mark.long
 def test_the_engine_has_no_races():
     all_same(2, check_engine, modes=("eager", "needed", "default_first"))
+
+
+def check_deepspeed(device):
+    """As one device trains, also after a checkpoint was loaded."""
+    from terrazzo import deepspeed
+
+    losses, parts, rank, world = [], [], dist.get_rank(), dist.get_world_size()
+    for stage in (1, 2, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        reference = copy.deepcopy(model).to(device)
+        numbers = {"lr": 1e-2, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.01}
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            config={
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 2,
+                "zero_optimization": {"stage": stage},
+                "optimizer": {"type": "AdamW", "params": numbers},
+                "gradient_clipping": 1.0,
+            },
+        )
+        optimizer = torch.optim.AdamW(reference.parameters(), **numbers)
+        box = [tempfile.mkdtemp() if rank == 0 else None]
+        dist.broadcast_object_list(box, src=0)
+        for step in range(3):
+            if step == 1:  # a step that is undone
+                engine.save_checkpoint(box[0], tag="here")
+                for _ in range(2):
+                    engine.backward(engine(torch.ones(2, 8, device=device)).square().mean())
+                    engine.step()
+                engine.load_checkpoint(box[0], tag="here")
+            for micro in range(2):
+                x = torch.randn(2 * world, 8, generator=torch.Generator().manual_seed(10 * step + micro)).to(device)
+                (reference(x).square().mean() / 2).backward()
+                parts.append(reference(x[2 * rank :][:2]).square().mean().detach())
+                loss = engine(x[2 * rank :][:2]).square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.detach())
+            nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(box[0])
+    losses = torch.stack(losses).cpu()
+    torch.testing.assert_close(losses, torch.stack(parts).cpu(), rtol=1e-4, atol=1e-5)
+    return {"losses": losses, "parameters": torch.zeros(1)}
+
+
+@pytest.mark.long
+def test_deepspeeds_face_has_no_races():
+    all_same(2, check_deepspeed, modes=("needed", "default_first"))
+
+
+@pytest.mark.gpu
+def test_deepspeeds_face_trains_on_accelerators():
+    run_on_devices(check_deepspeed)
+
+
+@pytest.mark.gpu
+def test_the_engine_trains_on_accelerators():
+    for found in run_on_devices(check_engine):
+        assert not found["losses"].isnan().any()

@@ -9,14 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from device_ranks import run_on_devices
 from late_ranks import run_late
 from terrazzo.optim import Muon
 from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.experimental import context_parallel, implicit_replication
 from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from terrazzo.testing import late
-
-pytestmark = pytest.mark.long
 
 PLACEMENTS = (Shard(0), Shard(1), Replicate())
 
@@ -25,8 +24,8 @@ def draw(*sizes):
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes)))
 
 
-def mesh_of_all():
-    return init_device_mesh("late", (dist.get_world_size(),))
+def mesh_of_all(device):
+    return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
 def same(found, expected):
@@ -36,7 +35,7 @@ def same(found, expected):
 
 
 def check_products(device):
-    mesh, a, b = mesh_of_all(), draw(7, 12), draw(12, 9)
+    mesh, a, b = mesh_of_all(device), draw(7, 12), draw(12, 9)
     for one in PLACEMENTS:
         for two in PLACEMENTS:
 
@@ -53,7 +52,7 @@ def check_products(device):
 
 
 def check_redistribution(device):
-    mesh, a = mesh_of_all(), draw(7, 12)
+    mesh, a = mesh_of_all(device), draw(7, 12)
     for one in PLACEMENTS:
         for two in PLACEMENTS:
             x = distribute_tensor(a.to(device), mesh, [one])
@@ -101,11 +100,11 @@ def check_parallel_styles(device):
             losses.append(loss.detach())
         return [*losses, *model.parameters()]
 
-    same(trained(device, mesh_of_all()), trained("cpu", None))
+    same(trained(device, mesh_of_all(device)), trained("cpu", None))
 
 
 def check_random_numbers(device):
-    x = distribute_tensor(torch.zeros(8, 8, device=device), mesh_of_all(), [Shard(0)])
+    x = distribute_tensor(torch.zeros(8, 8, device=device), mesh_of_all(device), [Shard(0)])
     torch.manual_seed(3)
     first = x.normal_().full_tensor().cpu()
     torch.manual_seed(3)
@@ -116,7 +115,7 @@ def check_random_numbers(device):
 
 def check_muon(device):
     torch.manual_seed(0)
-    mesh, weight = mesh_of_all(), draw(16, 32)
+    mesh, weight = mesh_of_all(device), draw(16, 32)
     parameters = [nn.Parameter(weight.clone()), nn.Parameter(distribute_tensor(weight.to(device), mesh, [Shard(0)]))]
     for parameter in parameters:
         optimizer = Muon([parameter], lr=0.02)
@@ -130,14 +129,14 @@ def check_muon(device):
 def check_context_parallel(device):
     whole = [draw(1, 2, 8, 4) + n for n in range(3)]
     buffers = [x.to(device) for x in whole]
-    with context_parallel(mesh_of_all(), buffers=buffers, buffer_seq_dims=[2, 2, 2]):
+    with context_parallel(mesh_of_all(device), buffers=buffers, buffer_seq_dims=[2, 2, 2]):
         found = F.scaled_dot_product_attention(*buffers, is_causal=True)
         assert found.shape == (1, 2, 8 // dist.get_world_size(), 4) and not found.isnan().any().item()
 
 
 def check_recomputation_keeps_contexts(device):
     """It runs in a thread of autograd's, where these contexts have to hold as well."""
-    mesh, plain = mesh_of_all(), torch.full((4, 4), 2.0, device=device)
+    mesh, plain = mesh_of_all(device), torch.full((4, 4), 2.0, device=device)
     w = distribute_tensor(draw(4, 4).to(device), mesh, [Shard(0)]).requires_grad_()
     with implicit_replication():
         checkpoint(lambda x: (x * plain).sin(), w, use_reentrant=False).sum().backward()
@@ -159,11 +158,19 @@ CHECKS = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", CHECKS)
 def test_dtensors_have_no_races(check):
     run_late(2, check, modes=("needed",))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check", CHECKS)
 def test_dtensors_have_no_races_in_any_mode(check):
     run_late(2, check, modes=late.MODES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS)
+def test_dtensors_on_accelerators_have_one_devices_values(check):
+    run_on_devices(check)
