@@ -19,7 +19,7 @@ TRIED_KUBEFLOW := $(VENV)/.tried-kubeflow
 # Tests and demo start many processes, and without bytecode each compiles the package again (1.5 of 4.5 seconds).
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: environment setup deepspeed torchtitan ray kubeflow test sample long proofs demo docs site wheel try-wheel bench lint types format clean
+.PHONY: environment setup deepspeed torchtitan ray kubeflow test sample long gpu proofs demo docs site wheel try-wheel bench lint types format clean
 
 environment: $(READY)
 
@@ -71,6 +71,16 @@ sample: $(READY)
 # Transformers, DeepSpeed; Ray and Kubeflow where they are installed).  CI runs these after the tests.
 long: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --long -m long $(ARGS)
+
+# On a machine with accelerators: the tests marked `gpu` and the benchmarks that make sense there, into
+# docs/benchmarks-gpu.md. It installs nothing: it takes PYTHON, or the environment of `make setup`, or what `python` is.
+# `make gpu DEVICE=late` runs the same on a device that imitates one, into build/; CI does.
+DEVICE ?=
+GIVEN_PYTHON := $(if $(filter command line environment,$(origin PYTHON)),$(PYTHON))
+gpu:
+	PYTHONPATH="$(CURDIR)/src:$(CURDIR)/tests$${PYTHONPATH:+:$$PYTHONPATH}" \
+	    $(or $(GIVEN_PYTHON),$(wildcard $(BIN)/python),$(shell command -v python || command -v python3)) -m benchmarks.gpu \
+	    $(DEVICE:%=--device %) $(if $(filter late,$(DEVICE)),--page build/benchmarks-late.md) $(ARGS)
 
 # What takes too long for every change: tests marked so, random programs, the whole of PyTorch's op database, every way for
 # a rank to fail, many thousands of damaged checkpoints, and scripts under DeepSpeed.
