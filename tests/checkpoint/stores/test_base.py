@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, FileSystemWriter, async_save, load, save, verify
 from terrazzo.checkpoint.native.cleaning import remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.verify import verify_store
-from terrazzo.checkpoint.stores import Absent, LocalStore, MemoryStore, Version
+from terrazzo.checkpoint.stores import Absent, LocalStore, MemoryStore, Request, Version
 from terrazzo.errors import CheckpointError, CheckpointNotFoundError, CheckpointValueError
+from terrazzo.tensor import Shard, distribute_tensor
 
 
 def state(step: int) -> dict:
@@ -111,6 +116,42 @@ def test_other_shapes_dtypes_and_compression_are_written(tmp_path: Path) -> None
         assert verify(tmp_path / "1") == []
         names = {file.name for file in (tmp_path / "0").glob("data-*")}
         assert not names & {file.name for file in (tmp_path / "1").iterdir()}
+
+
+class Listening(LocalStore):
+    """A folder that remembers which indexes are read."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.indexes: list[str] = []
+
+    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+        for request in super().read(requests, in_flight_bytes=in_flight_bytes):
+            self.indexes += [request.key] if request.key.startswith("index-") else []
+            yield request
+
+
+def save_on_base(path: str) -> tuple[list[str], int]:
+    """The indexes of the base that this rank reads, where only one tensor of many has changed, or none is cut alike."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = {f"w.{n}": torch.arange(32.0).reshape(8, 4) + n for n in range(400)}  # too many for an index in the root
+    rows = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in whole.items()}
+    save(rows, checkpoint_id=f"{path}/0")
+    base, other = Listening(f"{path}/0"), Listening(f"{path}/0")
+    save(rows | {"w.7": rows["w.7"] + 1}, checkpoint_id=f"{path}/1", base=base)
+    save({n: distribute_tensor(w, mesh, [Shard(1)]) for n, w in whole.items()}, checkpoint_id=f"{path}/2", base=other)
+    return base.indexes, len(other.indexes)
+
+
+def test_a_rank_reads_the_indexes_of_its_own_chunks_only(tmp_path: Path) -> None:
+    found = run_ranks(4, save_on_base, str(tmp_path))
+    assert [len(indexes) for indexes, _ in found] == [1] * 4 and len({indexes[0] for indexes, _ in found}) == 4
+    assert [others for _, others in found] == [0] * 4
+    assert verify(tmp_path / "1") == verify(tmp_path / "2") == []
+    checkpoint = Checkpoint(tmp_path / "1")
+    for number in (0, 7, 399):
+        expected = torch.arange(32.0).reshape(8, 4) + number + (number == 7)
+        assert torch.equal(checkpoint[f"w.{number}"][...], expected)
 
 
 @pytest.mark.parametrize("change", ["cut", "longer", "gone"])

@@ -18,6 +18,7 @@ from terrazzo.checkpoint.native.dtype_names import itemsize_of
 from terrazzo.checkpoint.native.files import gone, room_for
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.index import RAW, Rows, decode_index, name_hash
+from terrazzo.checkpoint.native.overlaps import Overlaps
 from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.root import Root, StoredTensor
 from terrazzo.checkpoint.stores.base import Request, Store
@@ -129,19 +130,31 @@ class PartIndexes:
             raise CheckpointCorruptError(f"{self._root.source}: the index has a size for {name!r} that it cannot have")
         return elements
 
-    def by_box(self) -> dict[tuple[str, tuple[int, ...], tuple[int, ...]], StoredChunk]:
-        """All stored chunks, by the tensor's name, and offsets and lengths in it."""
-        parts = range(len(self._root.head.parts))
+    def by_box(self, boxes: Iterable[tuple[str, Box]]) -> dict[tuple[str, Box], StoredChunk]:
+        """Stored chunks by the tensor's name and their box in it: those that are one of these boxes, and others.
+
+        Only the indexes of parts that may have one of the boxes are read.
+        """
+        parts: set[int] = set()
+        overlaps = Overlaps()
+        for name, box in boxes:
+            tensor = self._root.tensors.get(name)
+            if tensor is None or len(tensor.shape) != box.ndim or box.is_empty:
+                continue
+            if Box.whole(tensor.shape).contains(box):
+                found = overlaps.of(self._root.chunks(tensor), box).parts
+                if len(found) == 1:  # a box that reaches into several chunks of the root is none of a part
+                    parts.add(self._part_of(tensor, found[0].number))
         self._load(parts)
-        found = {}
+        known = {}
         for part in parts:
             rows, numbers, places = self.rows_of(part)
             chunks = self._chunks(part, rows, numbers, [self._root.head.tensors[place] for place in places.tolist()])
             firsts = rows.first_box[numbers].tolist()
             for chunk, first in zip(chunks, firsts, strict=True):
                 offsets = tuple(rows.boxes[first : first + len(chunk.shape)].tolist())
-                found[chunk.name, offsets, chunk.shape] = chunk
-        return found
+                known[chunk.name, Box(offsets, chunk.shape)] = chunk
+        return known
 
     def digests(self) -> dict[str, bytes]:
         """A digest of each value: of a tensor's dtype, shape, boxes of chunks and checksums of their bytes."""

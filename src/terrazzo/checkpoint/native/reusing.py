@@ -60,10 +60,10 @@ def find_unchanged(
         root = read_manifest(base)
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"base: there is no committed checkpoint at {base.location}") from error
-    stored = PartIndexes(root, base).by_box()
+    stored = PartIndexes(root, base).by_box((row.name, row.form.box) for row in rows)
     candidates: list[tuple[Row, StoredChunk]] = []
     for row in rows:
-        found = stored.get((row.name, row.form.box.offsets, row.form.box.lengths))
+        found = stored.get((row.name, row.form.box))
         if found is not None and _is_same(row, found, buffer_bytes):
             candidates.append((row, found))
     adopted = _adopted([found for _, found in candidates], store, base, save_id)
