@@ -19,7 +19,7 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.datafile import row_major_windows
-from terrazzo.checkpoint.native.in_pairs import InPairs
+from terrazzo.checkpoint.native.items import InPairs
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.plain_reader import PlainReader
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict

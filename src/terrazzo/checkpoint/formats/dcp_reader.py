@@ -14,7 +14,7 @@ from terrazzo.checkpoint.formats.strided import Strided, read_box
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, is_archive, open_archive
 from terrazzo.checkpoint.formats.zip_reading import Window
 from terrazzo.checkpoint.metadata import Metadata, TensorStorageMetadata
-from terrazzo.checkpoint.native.from_planner import target_of
+from terrazzo.checkpoint.native.items import target_of
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.plain_reader import PlainReader
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem

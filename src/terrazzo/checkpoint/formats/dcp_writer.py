@@ -28,7 +28,7 @@ from terrazzo.checkpoint.formats.torch_writing import write_archive
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native.cleaning import sweep
 from terrazzo.checkpoint.native.format import lease_name, save_of
-from terrazzo.checkpoint.native.from_planner import data_of
+from terrazzo.checkpoint.native.items import data_of
 from terrazzo.checkpoint.native.leases import SaveLease, has_ended
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run.sides import WriterSide

@@ -20,7 +20,7 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.native.from_planner import target_of
+from terrazzo.checkpoint.native.items import target_of
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem

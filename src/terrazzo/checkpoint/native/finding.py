@@ -15,12 +15,12 @@ import numpy as np
 
 from terrazzo.checkpoint.native.chunks import Chunks, GridChunks, Overlap
 from terrazzo.checkpoint.native.dtype_names import itemsize_of
-from terrazzo.checkpoint.native.files import gone, room_for
+from terrazzo.checkpoint.native.files import check_room, gone, room_for
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.index import RAW, Rows, decode_index, name_hash
-from terrazzo.checkpoint.native.overlaps import Overlaps
-from terrazzo.checkpoint.native.pieces import StoredChunk
-from terrazzo.checkpoint.native.root import Root, StoredTensor
+from terrazzo.checkpoint.native.overlaps import Overlaps, complete_parts
+from terrazzo.checkpoint.native.root import TENSOR, Root, StoredTensor
+from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError
 from terrazzo.layout.box import Box
@@ -51,6 +51,14 @@ class Hit(msgspec.Struct, eq=False, gc=False):
 
 # A chunk of a tensor's grid that a target needs: the target's number, the tensor, and what of the chunk.
 _Sought = tuple[int, StoredTensor, Overlap]
+
+
+class StoredValue(msgspec.Struct, frozen=True):
+    """A value that is no tensor, in data files: its kind (see `root`), and the parts that together are its bytes."""
+
+    kind: int
+    box: Box
+    parts: Sequence[Overlap]
 
 
 class PartIndexes:
@@ -96,6 +104,27 @@ class PartIndexes:
                 raise CheckpointError(f"{tensor.name!r} has no chunk at {list(offsets)}")
             self._places[key] = found
         return found
+
+    def value(self, name: str) -> StoredValue:
+        """Where a value lies that is in data files; raises if there is none of this name, or not all of it.
+
+        There a value is a tensor of bytes with one dim, which may be cut into chunks as any other.
+        """
+        root = self._root
+        kind = root.names.get(name)
+        if kind is None:
+            raise CheckpointError(f"the checkpoint has no value {name!r}")
+        if kind == TENSOR:
+            raise CheckpointError(f"{name!r} is a tensor in the checkpoint, so it cannot be read as another value")
+        dtype, shape, chunks = root.describe(name)
+        if dtype != "uint8" or len(shape) != 1:
+            raise CheckpointCorruptError(
+                f"{root.source}: {name!r} is said to be no tensor, but to have the dtype {dtype} and the shape {shape}"
+            )
+        box = Box.whole(shape)
+        parts = complete_parts(name, box, Overlaps().of(chunks, box))
+        check_room(self._store, root.data_files_of(name), box.numel, repr(name))
+        return StoredValue(kind, box, parts)
 
     def rows_of(self, part: int) -> tuple[Rows, Array, Array]:
         """A part's index: all rows, the numbers of those whose tensors the root has, and where it has these."""

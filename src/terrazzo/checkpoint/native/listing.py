@@ -19,7 +19,6 @@ from terrazzo.checkpoint.native.numbers import numbers_of
 from terrazzo.checkpoint.native.overlaps import Overlaps
 from terrazzo.checkpoint.native.peeking import box_of_chunk
 from terrazzo.checkpoint.native.root import TENSOR, TYPED, Root
-from terrazzo.checkpoint.native.values import stored_value
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import Box
@@ -101,7 +100,7 @@ class NativeListing(Listing):
         if entry is not None:
             kind, data = entry.kind, entry.data
         else:
-            value = stored_value(self.manifest, name, self._store)
+            value = self._index.value(name)
             kind, data = value.kind, self._bytes_of(name, value.parts)
         stored = objects.received(name, kind == TYPED, data, False)
         return objects.value_of(name, stored, False, "open it with allow_pickle=True")

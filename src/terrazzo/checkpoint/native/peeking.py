@@ -12,7 +12,7 @@ import numpy as np
 from terrazzo.checkpoint.native.codec import decode_frame
 from terrazzo.checkpoint.native.files import gone, room_for
 from terrazzo.checkpoint.native.format import checksum
-from terrazzo.checkpoint.native.pieces import StoredChunk, spans
+from terrazzo.checkpoint.native.spans import StoredChunk, spans
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout.box import Box

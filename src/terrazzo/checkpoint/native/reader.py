@@ -11,13 +11,11 @@ import torch
 from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.finding import PartIndexes
-from terrazzo.checkpoint.native.from_planner import on_meta
-from terrazzo.checkpoint.native.in_pairs import InPairs
+from terrazzo.checkpoint.native.items import InPairs, on_meta
 from terrazzo.checkpoint.native.memory import bytes_of, empty
 from terrazzo.checkpoint.native.plans import Target
 from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
 from terrazzo.checkpoint.native.root import Root
-from terrazzo.checkpoint.native.values import stored_value
 from terrazzo.checkpoint.planner import LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.layout.box import Box
@@ -44,7 +42,7 @@ class Reading:
         entry = self.manifest.objects.get(name)
         if entry is not None:
             return entry.kind, entry.data
-        value = stored_value(self.manifest, name, self._store)
+        value = self.index.value(name)
         data = empty(name, value.box.lengths, torch.uint8)
         self.read_targets([Target(name, name, data, value.box, value.parts)])
         return value.kind, bytes(bytes_of(data))

@@ -21,8 +21,8 @@ from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes, dtype_from_name
 from terrazzo.checkpoint.native.files import gone, room_for
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.memory import bytes_of
-from terrazzo.checkpoint.native.pieces import Span, StoredChunk, spans
 from terrazzo.checkpoint.native.root import FileEntry
+from terrazzo.checkpoint.native.spans import Span, StoredChunk, spans
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout.box import Box

@@ -18,10 +18,10 @@ from terrazzo.checkpoint.native.cleaning import read_manifest
 from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import adopted_name
-from terrazzo.checkpoint.native.pieces import StoredChunk
 from terrazzo.checkpoint.native.pump import Pump
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.rows import Row
+from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.checkpoint.stores.base import Store, Upload
 from terrazzo.errors import CheckpointNotFoundError
 

@@ -1,7 +1,7 @@
 """The rows that a rank writes: boxes of tensors and other values, from the state dict to the index, in one form.
 
-The planner makes a row for all that a rank holds, and keeps those that the rank writes (`plan.held`). The writer lays
-them out in files, and writes an index with one row for each. PyTorch's items become rows in `from_planner`.
+The planner makes a row for all that a rank holds, and keeps those that the rank writes (`plan.ownership`). The writer
+lays them out in files, and writes an index with one row for each. PyTorch's items become rows in `items`.
 """
 
 from __future__ import annotations

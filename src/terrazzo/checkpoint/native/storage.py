@@ -17,7 +17,7 @@ from terrazzo.checkpoint.native import marker, objects
 from terrazzo.checkpoint.native.cleaning import committed_manifest, read_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
-from terrazzo.checkpoint.native.from_planner import rows_of
+from terrazzo.checkpoint.native.items import rows_of
 from terrazzo.checkpoint.native.leases import SaveLease
 from terrazzo.checkpoint.native.parts import PartResults
 from terrazzo.checkpoint.native.plans import ReadPlan, Receiver

@@ -24,9 +24,8 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
     is_tensor_entry,
 )
-from terrazzo.checkpoint.native.chunk_list import table_of
 from terrazzo.checkpoint.native.chunks import Overlap
-from terrazzo.checkpoint.native.contents import ManifestEntries
+from terrazzo.checkpoint.native.contents import ManifestEntries, table_of
 from terrazzo.checkpoint.native.dtypes import can_convert, is_lossless
 from terrazzo.checkpoint.native.memory import fault_of
 from terrazzo.checkpoint.native.objects import value_of

@@ -34,8 +34,7 @@ from terrazzo.checkpoint.native.rows import Form, Row, form_of, object_row
 from terrazzo.checkpoint.plan.digest import digest_of_tensor
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache, deduplicated, merged_metadata
-from terrazzo.checkpoint.plan.held import Held, split_of
-from terrazzo.checkpoint.plan.ownership import Claim, Negotiation
+from terrazzo.checkpoint.plan.ownership import Claim, Held, Negotiation, split_of
 from terrazzo.checkpoint.plan.per_rank import PerRank, matches_any, name_on_rank
 from terrazzo.checkpoint.plan.sharded import (
     OWN_MEMORY,

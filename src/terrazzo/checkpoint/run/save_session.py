@@ -22,8 +22,7 @@ import msgspec
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.native.root import Path
-from terrazzo.checkpoint.plan.held import Held
-from terrazzo.checkpoint.plan.ownership import Negotiation, Note, answers, groups_unsure
+from terrazzo.checkpoint.plan.ownership import Held, Negotiation, Note, answers, groups_unsure
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import StepFailed, Team

@@ -15,8 +15,7 @@ from terrazzo.checkpoint.metadata import Metadata
 from terrazzo.checkpoint.native.plans import ReadPlan, Receiver
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache
-from terrazzo.checkpoint.plan.held import Held
-from terrazzo.checkpoint.plan.ownership import Negotiation
+from terrazzo.checkpoint.plan.ownership import Held, Negotiation
 from terrazzo.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult

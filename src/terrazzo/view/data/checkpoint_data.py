@@ -12,8 +12,8 @@ from typing import Any, Final
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.listing import Entry, Listing, in_order
 from terrazzo.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from terrazzo.checkpoint.native.chunk_list import table_of
 from terrazzo.checkpoint.native.chunks import Chunks, GridChunks
+from terrazzo.checkpoint.native.contents import table_of
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.tools.describe import ReaderListing
 from terrazzo.view.data.numbers import or_none

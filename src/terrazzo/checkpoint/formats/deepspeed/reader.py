@@ -25,7 +25,7 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.native.from_planner import target_of
+from terrazzo.checkpoint.native.items import target_of
 from terrazzo.checkpoint.native.names import LATEST, named_by_latest
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem

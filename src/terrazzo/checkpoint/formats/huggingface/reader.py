@@ -26,11 +26,10 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
-from terrazzo.checkpoint.native.from_planner import target_of
-from terrazzo.checkpoint.native.in_pairs import InPairs
-from terrazzo.checkpoint.native.pieces import StoredChunk
+from terrazzo.checkpoint.native.items import InPairs, target_of
 from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
 from terrazzo.checkpoint.native.root import FileEntry, check_shape
+from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.checkpoint.plain_reader import PlainReader
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores import Entry, Place, Store

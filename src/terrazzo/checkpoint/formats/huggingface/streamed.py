@@ -17,7 +17,7 @@ import torch
 
 from terrazzo.checkpoint.formats.huggingface.layout import Layout, Slot
 from terrazzo.checkpoint.formats.huggingface.runs import runs_of
-from terrazzo.checkpoint.native.from_planner import data_of
+from terrazzo.checkpoint.native.items import data_of
 from terrazzo.checkpoint.planner import SavePlanner, WriteItem
 from terrazzo.checkpoint.stores import Upload
 from terrazzo.comm.control import ControlPlane

@@ -39,7 +39,7 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.native.from_planner import data_of
+from terrazzo.checkpoint.native.items import data_of
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.sides import WriterSide
