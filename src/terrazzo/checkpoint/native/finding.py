@@ -20,7 +20,7 @@ from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.index import RAW, Rows, decode_index, name_hash
 from terrazzo.checkpoint.native.overlaps import Overlaps, complete_parts
 from terrazzo.checkpoint.native.root import TENSOR, Root, StoredTensor
-from terrazzo.checkpoint.native.spans import StoredChunk
+from terrazzo.checkpoint.native.spans import StoredChunk, Wanted
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError
 from terrazzo.layout.box import Box
@@ -36,17 +36,6 @@ class Asked(Protocol):
     def source(self) -> str: ...
     @property
     def parts(self) -> Sequence[Overlap]: ...
-
-
-class Hit(msgspec.Struct, eq=False, gc=False):
-    """A box of a stored chunk that a target needs: `overlap`, or if it is not all of that, `part` of it."""
-
-    target: int
-    overlap: Overlap
-    chunk: StoredChunk
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    part: Box | None = None
 
 
 # A chunk of a tensor's grid that a target needs: the target's number, the tensor, and what of the chunk.
@@ -71,7 +60,7 @@ class PartIndexes:
         self._places: dict[Any, tuple[int, Box]] = {}  # one for all tensors with the same chunks
         self.bytes_read = 0
 
-    def find(self, targets: Sequence[Asked]) -> list[Hit]:
+    def find(self, targets: Sequence[Asked]) -> list[Wanted]:
         """The stored chunks that each target needs, by file and by offset in the file."""
         by_part: dict[int, list[_Sought]] = defaultdict(list)
         tensors = self._root.tensors
@@ -85,10 +74,10 @@ class PartIndexes:
                     sought = known[key] = by_part[self._part_of(tensor, overlap.number)]
                 sought.append((number, tensor, overlap))
         self._load(by_part)
-        hits: list[Hit] = []
+        found: list[Wanted] = []
         for part, sought in by_part.items():
-            hits += self._in_part(part, sought)
-        return in_file_order(hits)
+            found += self._in_part(part, sought)
+        return in_file_order(found)
 
     def chunk_at(self, name: str, offset: tuple[int, ...] | None, hint: int | None) -> tuple[int, Box]:
         """The number and the box of the chunk that begins at this offset of a tensor (None: at its first element)."""
@@ -247,13 +236,13 @@ class PartIndexes:
         except EOFError as error:
             raise CheckpointCorruptError(f"an index is shorter than the checkpoint says: {error}") from error
 
-    def _in_part(self, part: int, sought: list[_Sought]) -> list[Hit]:
+    def _in_part(self, part: int, sought: list[_Sought]) -> list[Wanted]:
         rows = self._rows[part]
         left, right = rows.of_hashes([name_hash(tensor.name) for _, tensor, _ in sought])
         # Mostly a tensor has one row here, and that is the chunk that is sought.
         single = right - left == 1
         ndims = np.array([len(tensor.shape) for _, tensor, _ in sought])
-        hits: list[Hit] = []
+        found: list[Wanted] = []
         rest = np.nonzero(~single)[0].tolist()
         for ndim in np.unique(ndims[single]).tolist():
             numbers = np.nonzero(single & (ndims == ndim))[0]
@@ -268,15 +257,15 @@ class PartIndexes:
                 chosen, asked = chosen[same], [asked[n] for n in np.nonzero(same)[0].tolist()]
             shapes = [overlap.chunk.lengths for _, _, overlap in asked]
             chunks = self._chunks(part, rows, chosen, [tensor for _, tensor, _ in asked], shapes)
-            hits += [
-                Hit(number, overlap, chunk, overlap.in_chunk, overlap.lengths)
+            found += [
+                Wanted(chunk, overlap.in_chunk, overlap.lengths, None, None, number, overlap)
                 for (number, _, overlap), chunk in zip(asked, chunks, strict=True)
             ]
         for number in rest:
-            hits += self._pieces(part, sought[number], int(left[number]), int(right[number]))
-        return hits
+            found += self._pieces(part, sought[number], int(left[number]), int(right[number]))
+        return found
 
-    def _pieces(self, part: int, sought: _Sought, left: int, right: int) -> list[Hit]:
+    def _pieces(self, part: int, sought: _Sought, left: int, right: int) -> list[Wanted]:
         """A chunk that is stored in pieces, as far as a target needs it."""
         rows, (target, tensor, overlap) = self._rows[part], sought
         wanted = Box(overlap.in_chunk, overlap.lengths).shifted(overlap.chunk.offsets)
@@ -285,7 +274,7 @@ class PartIndexes:
         boxes = rows.boxes_of(numbers, len(tensor.shape))
         inside = (boxes[:, 0] < np.array(wanted.ends)) & (boxes.sum(axis=1) > np.array(wanted.offsets))
         numbers, boxes = numbers[inside.all(axis=1)], boxes[inside.all(axis=1)]
-        hits, missing = [], wanted.numel
+        found, missing = [], wanted.numel
         chunks = self._chunks(part, rows, numbers, [tensor] * len(numbers))
         for chunk, (offsets, lengths) in zip(chunks, boxes.tolist(), strict=True):
             box = Box(tuple(offsets), tuple(lengths))
@@ -294,12 +283,13 @@ class PartIndexes:
                 continue
             missing -= common.numel
             inner = common.relative_to(box)
-            hits.append(Hit(target, overlap, chunk, inner.offsets, inner.lengths, common.relative_to(wanted)))
+            own = common.relative_to(wanted)
+            found.append(Wanted(chunk, inner.offsets, inner.lengths, None, own, target, overlap))
         if missing:
             raise CheckpointCorruptError(
                 f"{self._root.source}: {missing} elements of {tensor.name!r} are not where the manifest says"
             )
-        return hits
+        return found
 
     def _chunks(
         self,
@@ -342,13 +332,13 @@ class PartIndexes:
         ]
 
 
-def in_file_order(hits: list[Hit]) -> list[Hit]:
-    """The hits by file and by offset in the file."""
-    files = [hit.chunk.file.name for hit in hits]
+def in_file_order(wanted: list[Wanted]) -> list[Wanted]:
+    """What is wanted, by file and by offset in the file."""
+    files = [each.chunk.file.name for each in wanted]
     order = {file: number for number, file in enumerate(sorted(set(files)))}
-    starts = np.array([hit.chunk.start for hit in hits], dtype=np.uint64)
+    starts = np.array([each.chunk.start for each in wanted], dtype=np.uint64)
     places = np.lexsort((starts, np.array([order[file] for file in files], dtype=np.int64)))
-    return [hits[number] for number in places.tolist()]
+    return [wanted[number] for number in places.tolist()]
 
 
 def _no_rows() -> Rows:

@@ -89,10 +89,11 @@ class NativeListing(Listing):
     def _bytes_of(self, name: str, parts: Sequence[Overlap]) -> bytes:
         """The bytes of parts that are one row, or a piece of one."""
         found: dict[int, bytes] = {}  # by where they are in the row
-        for hit in self._index.find([_Asked(name, parts)]):
-            data = box_of_chunk(self._store, hit.chunk, Box(tuple(hit.offsets), tuple(hit.lengths)))
-            before = 0 if hit.part is None else sum(hit.part.offsets[-1:])  # 0 dims: one element
-            found[sum(hit.overlap.in_box[-1:]) + before] = data.tobytes()
+        for each in self._index.find([_Asked(name, parts)]):
+            assert each.overlap is not None
+            data = box_of_chunk(self._store, each.chunk, Box(each.offsets, each.lengths))
+            before = 0 if each.part is None else sum(each.part.offsets[-1:])  # 0 dims: one element
+            found[sum(each.overlap.in_box[-1:]) + before] = data.tobytes()
         return b"".join([found[place] for place in sorted(found)])
 
     def value(self, name: str) -> Any:

@@ -14,8 +14,9 @@ from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.items import InPairs, on_meta
 from terrazzo.checkpoint.native.memory import bytes_of, empty
 from terrazzo.checkpoint.native.plans import Target
-from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
+from terrazzo.checkpoint.native.requests import Filling, Requests
 from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.native.spans import Wanted
 from terrazzo.checkpoint.planner import LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.layout.box import Box
@@ -86,23 +87,26 @@ class Reading:
         commit: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
         """Fill what `resolve` gives for each part of each target, and tell `commit` when it is full."""
-        hits = self.index.find(targets)
-        pieces = Counter((hit.target, id(hit.overlap)) for hit in hits if hit.part is not None)
+        found = self.index.find(targets)
+        pieces = Counter((each.target, id(each.overlap)) for each in found if each.part is not None)
         in_pieces: dict[tuple[int, int], Filling] = {}
 
         def wanted() -> Iterator[Wanted]:
-            for hit in hits:
-                number, overlap = hit.target, hit.overlap
+            for each in found:
+                number, overlap = each.target, each.overlap
+                assert overlap is not None
                 filling = in_pieces.get((number, id(overlap))) if in_pieces else None
                 if filling is None:
                     tensor = resolve(number, overlap)
                     if tensor.is_meta:
                         raise on_meta(targets[number].name)
                     filling = Filling(tensor, number)
-                    if hit.part is not None:
+                    if each.part is not None:
                         filling.left = pieces[number, id(overlap)]
                         in_pieces[number, id(overlap)] = filling
-                yield Wanted(hit.chunk, hit.offsets, hit.lengths, filling, hit.part)
+                each.filling = filling
+                yield each
+                each.filling = None  # a planner may have made the tensor for this
 
         try:
             for filling in self.requests.read(wanted()):

@@ -22,7 +22,7 @@ from terrazzo.checkpoint.native.files import gone, room_for
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import FileEntry
-from terrazzo.checkpoint.native.spans import Span, StoredChunk, spans
+from terrazzo.checkpoint.native.spans import Span, StoredChunk, Wanted, spans
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout.box import Box
@@ -41,16 +41,6 @@ class Filling(msgspec.Struct, eq=False):
     key: Any  # what the caller attached
     left: int = 1
     in_place: bool = False  # bytes are read into its memory, of which PyTorch does not know
-
-
-class Wanted(msgspec.Struct, eq=False):
-    """A box of a stored chunk, and what it fills."""
-
-    chunk: StoredChunk
-    offsets: Sequence[int]
-    lengths: Sequence[int]
-    filling: Filling
-    part: Box | None = None  # of the target, if the box is not all of it
 
 
 class _Run(msgspec.Struct, eq=False):

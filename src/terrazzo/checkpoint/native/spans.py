@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.dtype_names import itemsize_of
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.layout.box import Box
@@ -42,6 +43,21 @@ class StoredChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     def itemsize(self) -> int:
         """The bytes of an element."""
         return itemsize_of(self.dtype)
+
+
+class Wanted(msgspec.Struct, eq=False, gc=False):
+    """A box of a stored chunk that is to be read, and what it fills: `filling`, or `part` of it.
+
+    Where many tensors ask, `target` is the number of the one that does, and `overlap` what it asks for.
+    """
+
+    chunk: StoredChunk
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    filling: Any = None
+    part: Box | None = None
+    target: int = 0
+    overlap: Overlap | None = None
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -27,9 +27,9 @@ from terrazzo.checkpoint.metadata import (
 )
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
 from terrazzo.checkpoint.native.items import InPairs, target_of
-from terrazzo.checkpoint.native.requests import Filling, Requests, Wanted
+from terrazzo.checkpoint.native.requests import Filling, Requests
 from terrazzo.checkpoint.native.root import FileEntry, check_shape
-from terrazzo.checkpoint.native.spans import StoredChunk
+from terrazzo.checkpoint.native.spans import StoredChunk, Wanted
 from terrazzo.checkpoint.plain_reader import PlainReader
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores import Entry, Place, Store
