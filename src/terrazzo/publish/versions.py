@@ -26,7 +26,7 @@ import msgspec
 
 from terrazzo.checkpoint.manager.records import Catalog
 from terrazzo.checkpoint.manager.removing import remove, take_to_read
-from terrazzo.checkpoint.native.cleaning import read_manifest
+from terrazzo.checkpoint.native.commit import read_manifest
 from terrazzo.checkpoint.native.names import name_of_step
 from terrazzo.checkpoint.stores import ABSENT, SMALL, Absent, Place, Store
 from terrazzo.checkpoint.stores import Version as StoredVersion

@@ -13,7 +13,7 @@ import torch
 
 from terrazzo.checkpoint import Checkpoint, FileSystemWriter, load, save, verify
 from terrazzo.checkpoint.native import writer
-from terrazzo.checkpoint.native.cleaning import read_manifest
+from terrazzo.checkpoint.native.commit import read_manifest
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
 from terrazzo.checkpoint.native.index import decode_index, encode_index
 from terrazzo.checkpoint.native.listing import NativeListing

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, FileSystemWriter, async_save, load, save, verify
-from terrazzo.checkpoint.native.cleaning import remove_leftovers
+from terrazzo.checkpoint.native.commit import remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.verify import verify_store
 from terrazzo.checkpoint.stores import Absent, LocalStore, MemoryStore, Request, Version

@@ -26,10 +26,9 @@ from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
 from terrazzo.checkpoint.formats.registry import check_is_found, import_all
 from terrazzo.checkpoint.formats.torch_writing import write_archive
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
-from terrazzo.checkpoint.native.cleaning import sweep
+from terrazzo.checkpoint.native.commit import SaveLease, is_absent, remove_ended
 from terrazzo.checkpoint.native.format import lease_name, save_of
 from terrazzo.checkpoint.native.items import data_of
-from terrazzo.checkpoint.native.leases import SaveLease, has_ended
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run.sides import WriterSide
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
@@ -179,12 +178,7 @@ class DCPWriter(StorageWriter):
         """Whether the checkpoint is certainly not committed, so that its files can be removed."""
         if self._committed:
             return False
-        try:  # a put that raised may have taken effect: its reply was lost, or its last part failed
-            return self._store.get(METADATA)[0] != self._root
-        except FileNotFoundError:
-            return True
-        except (OSError, CheckpointCorruptError):
-            return False
+        return is_absent(lambda: self._store.get(METADATA)[0] != self._root)
 
     def _remove_own(self) -> None:
         if self._name:
@@ -233,28 +227,22 @@ def _files_of(data: bytes | bytearray, where: str) -> set[str] | None:
 
 
 def _remove_leftovers(store: Store) -> None:
-    """Remove the files of saves that ended without a commit.
-
-    Files are listed first, then leases, then the committed ones: a save that commits in between either still has its
-    lease, or is found to be committed.
-    """
+    """Remove the files of saves that ended without a commit; not those of saves in other formats."""
     by_save: dict[str, list[Entry]] = defaultdict(list)
     for entry in store.list():
         save_id = save_of_file(entry.key) or save_of(entry.key)
         if save_id is not None:
             by_save[save_id].append(entry)
-    stale: list[str] = []
-    for save_id, entries in by_save.items():
-        names = [entry.key for entry in entries]
-        lease = lease_name(save_id)
-        ours = all(name == lease or _NAME.fullmatch(name) for name in names)
-        if ours and has_ended(store, save_id, entries):
-            stale += names
-    if not stale:
-        return
-    try:
-        used = _files_of(store.get(METADATA)[0], store.location)
-    except FileNotFoundError:
-        used = set()
-    if used is not None:
-        sweep(store, [name for name in stale if name not in used])
+    ours = {
+        save_id: entries
+        for save_id, entries in by_save.items()
+        if all(entry.key == lease_name(save_id) or _NAME.fullmatch(entry.key) for entry in entries)
+    }
+
+    def used() -> set[str] | None:
+        try:
+            return _files_of(store.get(METADATA)[0], store.location)
+        except FileNotFoundError:
+            return set()
+
+    remove_ended(store, ours, used)

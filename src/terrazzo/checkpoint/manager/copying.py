@@ -13,9 +13,8 @@ from functools import partial
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.manager.hosts import HostsStore, needed_files
 from terrazzo.checkpoint.manager.peers import PIECE, PeerStore
-from terrazzo.checkpoint.native.cleaning import remove_leftovers
+from terrazzo.checkpoint.native.commit import SaveLease, remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST
-from terrazzo.checkpoint.native.leases import SaveLease
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.stores import ABSENT, Absent, Store, Version
 from terrazzo.checkpoint.stores.local import LocalStore

@@ -18,7 +18,7 @@ import msgspec
 from terrazzo.checkpoint.manager.committing import do_together, reduce_over
 from terrazzo.checkpoint.manager.copying import copy_file
 from terrazzo.checkpoint.manager.hosts import HostsStore, needed_files
-from terrazzo.checkpoint.native.cleaning import read_manifest
+from terrazzo.checkpoint.native.commit import read_manifest
 from terrazzo.checkpoint.native.verify import verify_store
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointException

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from terrazzo.checkpoint.manager.records import KEPT, RUN, Catalog
-from terrazzo.checkpoint.native.cleaning import remove_leftovers, sweep
+from terrazzo.checkpoint.native.commit import remove_leftovers, sweep
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST, name_of_step
 from terrazzo.checkpoint.stores import Entry, Lease, Store

@@ -12,7 +12,7 @@ import msgspec
 from terrazzo.checkpoint.listing import Entry, Listing, corner
 from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.chunks import Chunks, Overlap
-from terrazzo.checkpoint.native.cleaning import committed_manifest
+from terrazzo.checkpoint.native.commit import committed_manifest
 from terrazzo.checkpoint.native.dtype_names import itemsize_of
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.numbers import numbers_of

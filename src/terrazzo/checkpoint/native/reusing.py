@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from terrazzo.checkpoint.native.cleaning import read_manifest
+from terrazzo.checkpoint.native.commit import read_manifest
 from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import adopted_name

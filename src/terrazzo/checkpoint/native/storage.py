@@ -14,11 +14,10 @@ from torch.futures import Future
 
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native import marker, objects
-from terrazzo.checkpoint.native.cleaning import committed_manifest, read_manifest, remove_leftovers
+from terrazzo.checkpoint.native.commit import SaveLease, committed_manifest, is_absent, read_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
 from terrazzo.checkpoint.native.items import rows_of
-from terrazzo.checkpoint.native.leases import SaveLease
 from terrazzo.checkpoint.native.parts import PartResults
 from terrazzo.checkpoint.native.plans import ReadPlan, Receiver
 from terrazzo.checkpoint.native.reader import Reading
@@ -203,12 +202,8 @@ class NativeWriter(StorageWriter):
 
     def may_abandon(self) -> bool:
         """After `finish` failed: whether the checkpoint is certainly not valid, so that its files are of no use."""
-        try:
-            return self._files is None or read_manifest(self.store).head.save_id != self._files.save_id
-        except FileNotFoundError:
-            return True
-        except (OSError, CheckpointError):
-            return False
+        files = self._files
+        return files is None or is_absent(lambda: read_manifest(self.store).head.save_id != files.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from terrazzo.checkpoint.native.cleaning import read_manifest
+from terrazzo.checkpoint.native.commit import read_manifest
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
 from terrazzo.checkpoint.native.index import RAW, Rows

@@ -13,9 +13,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Final
 
 from terrazzo.checkpoint.formats.huggingface import files
-from terrazzo.checkpoint.native.cleaning import sweep
+from terrazzo.checkpoint.native.commit import SaveLease, sweep
 from terrazzo.checkpoint.native.format import lease_name, save_of
-from terrazzo.checkpoint.native.leases import SaveLease
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores import ABSENT, SMALL, Absent, Entry, LocalStore, Store, Version
 from terrazzo.errors import CheckpointCorruptError, CheckpointExistsError, ConflictError

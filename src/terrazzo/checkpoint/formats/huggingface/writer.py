@@ -39,6 +39,7 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from terrazzo.checkpoint.native.commit import is_absent
 from terrazzo.checkpoint.native.items import data_of
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run import messages
@@ -204,12 +205,7 @@ class HuggingFaceWriter(StorageWriter):
         """Whether the checkpoint is certainly not there, so that what was written is of no use."""
         if self._committed or (self._claim is not None and self._claim.lost):
             return False  # of a save that is lost, names may be another's by now
-        try:  # what failed may have been the last part of putting the index
-            return not self._own.intersection(files.read_index(self._store, self._index).values())
-        except FileNotFoundError:
-            return True
-        except (OSError, CheckpointError):
-            return False
+        return is_absent(lambda: not self._own.intersection(files.read_index(self._store, self._index).values()))
 
     def abandon(self) -> None:
         """The save has failed: remove what this rank has written."""
