@@ -333,11 +333,13 @@ def _part_of(row: Row, share: Share) -> list[Row]:
     if split is None:
         return []
     dim, start, box = split
+    # Of an item that a subclass has changed, the planner has the data.
+    is_data = row.value is not None and row.value.shape == form.box.lengths
     return [
         msgspec.structs.replace(
             row,
             form=form_of(form.dtype, form.shape, box, form.requires_grad),
-            value=row.value.narrow(dim, start, box.lengths[dim]),
+            value=row.value.narrow(dim, start, box.lengths[dim]) if is_data else None,
             key=(row.key, share.index),
             tied=None if row.tied is None else (row.tied, share.index),
         )

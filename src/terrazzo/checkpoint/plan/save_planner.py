@@ -2,7 +2,7 @@
 
 `create_local_plan` lists everything that the rank holds. Which part of it the rank writes is decided in one of
 two ways:
-- by `share_plan`, on each rank by itself after one small message (`ownership`): the usual way;
+- by each rank itself, after one small message (`ownership`): the usual way;
 - by `create_global_plan`, on the coordinator, with the plans of all ranks: when a subclass overrides it, or when the
   storage wants to see all plans.
 """
@@ -34,7 +34,7 @@ from terrazzo.checkpoint.native.rows import Form, Row, form_of, object_row
 from terrazzo.checkpoint.plan.digest import digest_of_tensor
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache, deduplicated, merged_metadata
-from terrazzo.checkpoint.plan.ownership import Claim, Held, Negotiation, split_of
+from terrazzo.checkpoint.plan.ownership import Claim, Held, Negotiation
 from terrazzo.checkpoint.plan.per_rank import PerRank, matches_any, name_on_rank
 from terrazzo.checkpoint.plan.sharded import (
     OWN_MEMORY,
@@ -56,6 +56,7 @@ _IN_VALUE: Final = (
     "a PerRank in a list or tuple that is stored as one value; a PerRank must be a value of a dict: wrap the whole "
     "list (PerRank([...])), or make it a dict"
 )
+_NO_FORM: Final = Form(torch.uint8, (0,), Box((0,), (0,)), 0)  # of a value whose bytes are not known yet
 _SCALARS: Final = frozenset({bool, int, float, complex, str})
 
 
@@ -67,8 +68,8 @@ _SEES_ITEMS: Final = (
     "resolve_data",
     "lookup_object",
     "transform_object",
-    "negotiate",
-    "share_plan",
+    "hold_items",
+    "items_of",
     "tied_to",
 )
 
@@ -115,15 +116,15 @@ class DefaultSavePlanner(SavePlanner):
         self._split_from = split_from
         # Only if items are wanted: what is behind each.
         self._held: dict[MetadataIndex, Row] = {}
-        # Of the parts of split tensors: the index of the whole, and the dim, start and length of the part.
-        self._parts: dict[MetadataIndex, tuple[MetadataIndex, int, int, int]] = {}
+        # Of the parts of split tensors: the index of the whole, and the box of the part in it.
+        self._parts: dict[MetadataIndex, tuple[MetadataIndex, Box]] = {}
         self._translated: dict[int, tuple[int, ...] | None] = {}
         # Of items that are the same memory as an earlier one, that one.
         self._ties: dict[MetadataIndex, MetadataIndex] = {}
 
     @property
     def plans_alone(self) -> bool:
-        """Whether `share_plan` does all there is to do: false when a subclass has its own global step."""
+        """Whether each rank can work out its own part: false when a subclass has its own global step."""
         return type(self).create_global_plan is DefaultSavePlanner.create_global_plan
 
     def set_up_ranks(self, rank: int, ranks: tuple[int, ...]) -> None:
@@ -169,20 +170,39 @@ class DefaultSavePlanner(SavePlanner):
         kind, own = type(self), vars(self)
         if any(getattr(kind, name) is not getattr(DefaultSavePlanner, name) or name in own for name in _SEES_ITEMS):
             return None
-        rows, paths = self._all_held()
-        alone = (self.rank,)
-        claimed = [number for number, row in enumerate(rows) if row.holders != alone]
-        places = {rows[number].key: place for place, number in enumerate(claimed)}
-        claims = [self._claim(rows[number].name, rows[number].form, rows[number]) for number in claimed]
-        ties = {
-            place: places[row.tied]
-            for place, row in enumerate(map(rows.__getitem__, claimed))
-            if row.tied is not None and row.tied in places
-        }
+        return self._agreeing(*self._all_held())
+
+    def hold_items(self, plan: SavePlan) -> Held:
+        """The same of a plan's items, which a subclass may have made or changed; `items_of` is the way back."""
+        rows: list[Row] = []
+        forms: dict[int, Form] = {}  # by description, which many items share
+        places = {item.index: number for number, item in enumerate(plan.items)}
+        for number, item in enumerate(plan.items):
+            known, data = self._held.get(item.index), item.tensor_data
+            form, kind = _NO_FORM, TYPED
+            if data is not None and (known is None or known.kind == TENSOR):
+                kind = TENSOR
+                form = forms.get(id(data)) or form_of(data.properties.dtype, tuple(data.size), data.chunk.box)
+                forms[id(data)] = form
+            first = self._ties.get(item.index) if self._hands_out_memory else None
+            value, holders = (None, None) if known is None else (known.value, known.holders)
+            tied = None if first is None else places.get(first)
+            rows.append(Row(item.index.fqn, form, value, kind, holders, number, tied))
+        return self._agreeing(rows, None)
+
+    def _agreeing(self, rows: list[Row], paths: dict[str, tuple[Any, ...]] | None) -> Held:
+        """Rows whose keys are their numbers, and this rank's side of the agreement on who writes them."""
+        claimed = [number for number, row in enumerate(rows) if row.holders != (self.rank,)]
+        places = {number: place for place, number in enumerate(claimed)}
+        claims = [self._claim(rows[number]) for number in claimed]
+        for place, number in enumerate(claimed):
+            first: Any = rows[number].tied
+            if first in places:
+                claims[place] = msgspec.structs.replace(claims[place], tied=claims[places[first]].identity)
         return Held(
             rows,
             claimed,
-            self._negotiation(claims, ties),
+            Negotiation(claims, self.rank, len(self.ranks)),
             paths,
             split_from=self._split_from,
             lowest_rank=self.dedup_save_to_lowest_rank,
@@ -292,43 +312,14 @@ class DefaultSavePlanner(SavePlanner):
         """How a save uses this planner: see `run.sides`."""
         return self
 
-    def negotiate(self, plan: SavePlan) -> Negotiation:
-        """This rank's side of the agreement on who writes what, of PyTorch's items."""
-        forms: dict[int, Form] = {}  # by description, which many items share
-        claims: list[Claim] = []
-        for item in plan.items:
-            data = item.tensor_data
-            form = None
-            if data is not None:
-                form = forms.get(id(data))
-                if form is None:
-                    form = forms[id(data)] = form_of(data.properties.dtype, tuple(data.size), data.chunk.box)
-            claims.append(self._claim(item.index.fqn, form, self._held.get(item.index)))
-        ties: dict[int, int] = {}
-        if self._ties and self._hands_out_memory:
-            places = {item.index: place for place, item in enumerate(plan.items)}
-            for index, first in self._ties.items():
-                if index in places and first in places:
-                    ties[places[index]] = places[first]
-        return self._negotiation(claims, ties)
-
-    def _negotiation(self, claims: list[Claim], ties: dict[int, int]) -> Negotiation:
-        for place, first in ties.items():
-            if claims[first].identity:
-                claims[place] = msgspec.structs.replace(claims[place], tied=claims[first].identity)
-        return Negotiation(claims, self.rank, len(self.ranks))
-
-    def _claim(self, name: str, form: Form | None, row: Row | None) -> Claim:
-        """The claim of an item; without a form, or with a row of another kind, of a value that is not a tensor."""
-        alone = (self.rank,)
-        if form is None or (row is not None and row.kind != TENSOR):
-            nbytes, described = 0, f"{name}\0object"
-        else:
+    def _claim(self, row: Row) -> Claim:
+        name, form = row.name, row.form
+        if row.kind == TENSOR:
             nbytes, described = form.nbytes, f"{name}\0{form.dtype}{form.shape}{form.box.offsets}{form.box.lengths}"
-        if row is not None and row.holders == alone:  # no other rank has to recognise it
-            return Claim(name, 0, nbytes, alone)
+        else:
+            nbytes, described = 0, f"{name}\0object"
         identity = checksum(described.encode())
-        if row is None:  # an item that a subclass has made
+        if row.value is None:  # of an item that a subclass has made
             return Claim(name, identity, nbytes, None)
         lowest = bool(self.lowest_rank_wins) and matches_any(name, self.lowest_rank_wins)
         content, lenient = None, False
@@ -337,38 +328,29 @@ class DefaultSavePlanner(SavePlanner):
             lenient = _is_lenient(name, row.value)
         return Claim(name, identity, nbytes, row.holders, content, lowest, lenient)
 
-    def share_plan(self, plan: SavePlan, negotiation: Negotiation, holders: Sequence[tuple[int, ...]]) -> SavePlan:
-        """This rank's part of the global plan, worked out here from who holds what."""
-        lowest = self.dedup_save_to_lowest_rank
-        shares = negotiation.shares(holders, split_from=self._split_from, lowest_rank=lowest)
+    def items_of(self, plan: SavePlan, rows: Sequence[Row]) -> list[WriteItem]:
+        """The items of a plan, or parts of them, of which these rows have been made and kept."""
         items = []
-        for share in shares:
-            item = plan.items[share.claim]
-            if share.parts > 1:
-                items += self._part_of(item, share.index, share.parts)
-            else:
-                items.append(item)
-        return replace(plan, items=items)
+        for row in rows:
+            number: Any = row.key
+            items.append(
+                plan.items[number] if type(number) is int else self._part_of(plan.items[number[0]], row.form.box)
+            )
+        return items
 
-    def _part_of(self, item: WriteItem, index: int, parts: int) -> list[WriteItem]:
-        """The item for one of `parts` about equal parts of an item's chunk; none if there are not so many."""
-        data = item.tensor_data
-        if data is None:
-            raise CheckpointError(f"{item.index.fqn!r}: only tensors can be split among ranks")
-        split = split_of(data.chunk.box, index, parts)
-        if split is None:
-            return []
-        dim, start, box = split
+    def _part_of(self, item: WriteItem, box: Box) -> WriteItem:
+        """The item for a part of an item's chunk."""
+        assert item.tensor_data is not None
         chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
         part = replace(
             item,
             index=MetadataIndex(item.index.fqn, chunk.offsets),
             type=WriteItemType.SHARD,
-            tensor_data=replace(data, chunk=chunk),
+            tensor_data=replace(item.tensor_data, chunk=chunk),
         )
         # The first part has the index of the whole, which stays known by it too.
-        self._parts[part.index] = (item.index, dim, start, box.lengths[dim])
-        return [part]
+        self._parts[part.index] = item.index, box.relative_to(item.tensor_data.chunk.box)
+        return part
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans = deduplicated(all_plans, lowest_rank=self.dedup_save_to_lowest_rank)
@@ -388,8 +370,8 @@ class DefaultSavePlanner(SavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What this rank holds under an index of its plan: the chunk's data, or the value that is not a tensor."""
         if self._parts and index in self._parts:
-            whole, dim, start, length = self._parts[index]
-            return self._held[whole].value.narrow(dim, start, length)
+            whole, box = self._parts[index]
+            return self._held[whole].value[box.slices()]
         try:
             value = self._held[index].value
         except KeyError:

@@ -22,7 +22,8 @@ import msgspec
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.native.root import Path
-from terrazzo.checkpoint.plan.ownership import Held, Negotiation, Note, answers, groups_unsure
+from terrazzo.checkpoint.native.rows import Row
+from terrazzo.checkpoint.plan.ownership import Held, Note, answers, groups_unsure
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import StepFailed, Team
@@ -53,11 +54,10 @@ class _Start(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Could:
-    """What this rank could write: in the library's own form, or as items if planner or writer need them."""
+    """What this rank could write; with the local plan, if planner or writer need items."""
 
     held: Held | None = None
     plan: SavePlan | None = None
-    negotiation: Negotiation | None = None
 
 
 @dataclass(slots=True)
@@ -115,10 +115,10 @@ class SaveSession:
     def _run(self, state_dict: Callable[[], STATE_DICT_TYPE], event: Event) -> Metadata:
         could, start = self._agree_to_start(state_dict)
         central = None if start.alone else self._global_plan(could, start.cache_token)
-        negotiation, answer = could.negotiation, b""
+        answer = b""
         if start.alone and start.unsure:
-            assert negotiation is not None
-            numbers = negotiation.numbers
+            assert could.held is not None
+            numbers = could.held.negotiation.numbers
             answer = self.team.reduce_scatter(lambda: numbers(start.unsure), answers)
         metadata: Metadata | None = None
 
@@ -127,8 +127,9 @@ class SaveSession:
                 write_it = self._items_written(central[0])
                 paths = None
             else:
-                assert negotiation is not None
-                write_it, paths = self._own_part(could, negotiation.settled(start.unsure, answer), start.save_id)
+                assert could.held is not None
+                holders = could.held.negotiation.settled(start.unsure, answer)
+                write_it, paths = self._own_part(could.held.settled(holders), could, start.save_id)
             with operation("write", self.checkpoint_id, self.team.global_rank) as written:
                 results = write_it()
                 event.bytes = written.bytes = _bytes_of(results)
@@ -149,15 +150,13 @@ class SaveSession:
         return metadata if metadata is not None else self.side.describe_committed(outcome)
 
     def _own_part(
-        self, could: _Could, holders: Sequence[tuple[int, ...]], save_id: str
+        self, rows: list[Row], could: _Could, save_id: str
     ) -> tuple[Callable[[], Sequence[WriteResult]], Any]:
-        """A function that writes this rank's part, and the paths of its names, now that all holders are known."""
+        """A function that writes this rank's rows, and the paths of its names."""
         rank = self.team.rank
-        if could.held is not None:
-            own = could.held.settled(holders)
-            return lambda: self.side.write(own, save_id, rank), could.held.paths
-        assert could.plan is not None and could.negotiation is not None
-        shared = self.planner_side.share_plan(could.plan, could.negotiation, holders)
+        if could.plan is None:
+            return lambda: self.side.write(rows, save_id, rank), could.held.paths if could.held is not None else None
+        shared = replace(could.plan, items=self.planner_side.items_of(could.plan, rows))
         mine = self.side.place(shared, save_id, rank)
         return self._items_written(mine), mine.planner_data
 
@@ -186,16 +185,16 @@ class SaveSession:
             with operation("plan", self.checkpoint_id, self.team.rank) as event:
                 held = self.planner_side.hold() if self.side.takes_rows else None
                 if held is not None:
-                    could = _Could(held=held, negotiation=held.negotiation)
+                    could = _Could(held)
                     event.details["items"] = len(held)
                 else:
                     plan = self._items()
-                    could = _Could(plan=plan, negotiation=self.planner_side.negotiate(plan))
+                    could = _Could(self.planner_side.hold_items(plan), plan)
                     event.details["items"] = len(plan.items)
             cache = self.planner_side.plan_cache
             hello = _Hello(
                 alone=self.planner_side.plans_alone and self.side.plans_alone,
-                notes=could.negotiation.notes() if could.negotiation is not None else [],
+                notes=could.held.negotiation.notes() if could.held is not None else [],
                 cache_token="" if cache is None or not self.team.is_coordinator else cache.token,
             )
             return msgspec.msgpack.encode(hello)

@@ -15,8 +15,8 @@ from terrazzo.checkpoint.metadata import Metadata
 from terrazzo.checkpoint.native.plans import ReadPlan, Receiver
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache
-from terrazzo.checkpoint.plan.ownership import Held, Negotiation
-from terrazzo.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner
+from terrazzo.checkpoint.plan.ownership import Held
+from terrazzo.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import Store
@@ -120,7 +120,7 @@ class SavePlannerSide:
 
     Attributes:
         plan_cache: the last global plan, if the planner keeps it.
-        plans_alone: whether each rank can compute its own part, by `negotiate` and `share_plan`.
+        plans_alone: whether each rank can compute its own part, by `hold` or `hold_items`.
     """
 
     plan_cache: GlobalPlanCache | None = None
@@ -133,12 +133,12 @@ class SavePlannerSide:
         """What this rank could write as rows, instead of `create_local_plan`; None if this planner needs items."""
         return None
 
-    def negotiate(self, plan: SavePlan) -> Negotiation | None:
-        """This rank's side of the agreement on which rank writes what."""
+    def hold_items(self, plan: SavePlan) -> Held | None:
+        """What this rank could write, from its local plan; None if only the coordinator can say what it writes."""
         return None
 
-    def share_plan(self, plan: SavePlan, negotiation: Negotiation, holders: Sequence[tuple[int, ...]]) -> SavePlan:
-        """This rank's part, when the holders of everything are known; called only if `plans_alone`."""
+    def items_of(self, plan: SavePlan, rows: Sequence[Row]) -> list[WriteItem]:
+        """The items of the local plan, or parts of them, that these rows of `hold_items` are."""
         raise CheckpointError("this planner makes final plans in create_global_plan only")
 
     def forget(self) -> None:
