@@ -19,12 +19,8 @@ from terrazzo.checkpoint.metadata import (
 from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
+from terrazzo.checkpoint.plan.boxes import Boxes
 from terrazzo.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadingPlanner,
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -32,7 +28,7 @@ from terrazzo.checkpoint.planner import (
     WriteItemType,
 )
 from terrazzo.checkpoint.storage import StorageReader
-from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsupportedValueError
+from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
 _PIECE: Final = 16 << 20  # bytes in memory at a time while a tensor is copied
@@ -48,35 +44,14 @@ class Source:
     """
 
     def __init__(self, reader: StorageReader) -> None:
-        self._reader = reader
-        self.metadata = reader.read_metadata()
-        reader.set_up_storage_reader(self.metadata, True)
+        self._boxes = Boxes(reader)
+        self.metadata = self._boxes.metadata
         known = self.metadata.planner_data
         self.paths: dict[str, tuple[Any, ...]] = known if isinstance(known, dict) else {}
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
         """Fill `target` with a box of a tensor."""
-        entry = self.metadata.state_dict_metadata[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{name} is not a tensor")
-        where = MetadataIndex(name, box.offsets)
-        items = []
-        for number, chunk in enumerate(entry.chunks):
-            common = chunk.box.intersect(box)
-            if common is not None:
-                items.append(
-                    ReadItem(
-                        LoadItemType.TENSOR,
-                        where,
-                        torch.Size(common.relative_to(box).offsets),
-                        MetadataIndex(name, chunk.offsets, number),
-                        torch.Size(common.relative_to(chunk.box).offsets),
-                        torch.Size(common.lengths),
-                    )
-                )
-        if sum(Box(tuple(item.dest_offsets), tuple(item.lengths)).numel for item in items) != box.numel:
-            raise CheckpointCorruptError(f"{name}: the checkpoint does not have all of the tensor's elements")
-        self._fetch(items, _Fetch(target))
+        self._boxes.read([(name, box, target)])
 
     def pieces(self, name: str, progress: Callable[[str, int], None] | None = None) -> Iterator[memoryview]:
         """A tensor's bytes in row-major order, in pieces; each is valid until the next one is requested.
@@ -99,31 +74,7 @@ class Source:
 
     def value(self, name: str) -> io.BytesIO:
         """A stored value that is not a tensor: an `ObjectBytes`, or bytes that a custom planner encoded."""
-        none = torch.Size()
-        fetch = _Fetch(None)
-        self._fetch([ReadItem(LoadItemType.BYTE_IO, MetadataIndex(name), none, MetadataIndex(name), none, none)], fetch)
-        if fetch.loaded is None:
-            raise CheckpointCorruptError(f"{name}: the reader gave no value")
-        return fetch.loaded
-
-    def _fetch(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(items)), planner).wait()
-
-
-class _Fetch(ReadingPlanner):
-    """A load planner for one tensor or one value."""
-
-    def __init__(self, target: torch.Tensor | None) -> None:
-        self._target = target
-        self.loaded: io.BytesIO | None = None
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.loaded = value
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        if self._target is None:
-            raise CheckpointCorruptError(f"{read_item.storage_index.fqn} is stored as a tensor, not as a value")
-        return self._target[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices()]
+        return self._boxes.value(name)
 
 
 class CopyPlanner(SavePlanner):

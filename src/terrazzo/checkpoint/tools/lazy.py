@@ -8,7 +8,6 @@ with Checkpoint(path) as ckpt:
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -16,17 +15,15 @@ from typing import Any, Final
 import torch
 
 from terrazzo.checkpoint.listing import in_order
-from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from terrazzo.checkpoint.metadata import Metadata, TensorStorageMetadata
 from terrazzo.checkpoint.native.memory import empty
 from terrazzo.checkpoint.native.objects import value_of
-from terrazzo.checkpoint.native.overlaps import Overlaps
+from terrazzo.checkpoint.plan.boxes import Boxes
 from terrazzo.checkpoint.plan.flatten import set_element
-from terrazzo.checkpoint.plan.load_planner import read_items
-from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, ReadingPlanner, ReadItem
 from terrazzo.checkpoint.run.locate import reader_for, usable_reader
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place, Store
-from terrazzo.errors import CheckpointIndexError, UnsupportedValueError
+from terrazzo.errors import CheckpointIndexError
 from terrazzo.layout.box import Box
 from terrazzo.layout.drawing import table_html
 
@@ -56,17 +53,14 @@ class Checkpoint(Mapping[str, Any]):
         given = usable_reader(path)
         self._reader = given if isinstance(given, StorageReader) else reader_for(given)
         self._allow_pickle = allow_pickle
-        self.metadata: Metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self.metadata, True)
+        self._boxes = Boxes(self._reader, allow_pickle=allow_pickle)
+        self.metadata: Metadata = self._boxes.metadata
 
     def __getitem__(self, name: str) -> Any:
         tensor = self.tensor(name)
         if tensor is not None:
             return tensor
-        catcher = _Catcher({}, self._allow_pickle)
-        index, none = MetadataIndex(name), torch.Size()
-        self._read([ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none)], catcher)
-        return catcher.values[name]
+        return value_of(name, self._boxes.value(name), self._allow_pickle, "open it with allow_pickle=True")
 
     def tensor(self, name: str) -> LazyTensor | None:
         """The tensor of this name, without reading anything; None if the value is not a tensor."""
@@ -134,24 +128,12 @@ class Checkpoint(Mapping[str, Any]):
 
     def read_many(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Several whole tensors, read together: if they are small, much faster than one by one."""
-        targets: dict[MetadataIndex, torch.Tensor] = {}
-        items: list[ReadItem] = []
-        overlaps = Overlaps()
         found = {}
         for name in names:
-            entry = self.metadata.state_dict_metadata[name]
-            if not isinstance(entry, TensorStorageMetadata):
-                raise UnsupportedValueError(f"{name} is not a tensor")
-            box = Box.whole(entry.size)
-            index = MetadataIndex(name, box.offsets)
-            found[name] = targets[index] = empty(name, entry.size, entry.properties.dtype)
-            if not box.is_empty:
-                items += read_items(index, name, box, entry, overlaps)
-        self._read(items, _Catcher(targets, False))
+            entry = self._boxes.tensor(name)
+            found[name] = empty(name, entry.size, entry.properties.dtype)
+        self._boxes.read((name, Box.whole(target.shape), target) for name, target in found.items())
         return found
-
-    def _read(self, items: list[ReadItem], planner: _Catcher) -> None:
-        self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(items)), planner).wait()
 
     def _repr_html_(self) -> str:
         names, rows = in_order(self), []
@@ -238,11 +220,7 @@ class LazyTensor:
     def read(self, box: Box) -> torch.Tensor:
         """The elements of a box, as a tensor."""
         target = empty(self.name, box.lengths, self.dtype)
-        if box.is_empty:
-            return target
-        index = MetadataIndex(self.name, box.offsets)
-        items = read_items(index, self.name, box, self._entry, Overlaps())
-        self._checkpoint._read(items, _Catcher({index: target}, False))
+        self._checkpoint._boxes.read([(self.name, box, target)])
         return target
 
 
@@ -257,22 +235,3 @@ def _expanded(index: Any, ndim: int) -> list[int | slice] | None:
     if len(parts) > ndim or Ellipsis in parts:
         raise CheckpointIndexError(f"too many indices for a tensor of {ndim} dims")
     return parts + [slice(None)] * (ndim - len(parts))
-
-
-class _Catcher(ReadingPlanner):
-    """A planner without a state dict: its caller makes the plan, and it keeps the values that are read."""
-
-    def __init__(self, targets: dict[MetadataIndex, torch.Tensor], allow_pickle: bool) -> None:
-        self.targets = targets
-        self.values: dict[str, Any] = {}
-        self.allow_pickle = allow_pickle
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        name = read_item.dest_index.fqn
-        self.values[name] = value_of(name, value, self.allow_pickle, "open it with allow_pickle=True")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        target = self.targets[read_item.dest_index]
-        if target.shape == read_item.lengths:
-            return target
-        return target[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices()]

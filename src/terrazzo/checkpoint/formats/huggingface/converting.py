@@ -56,13 +56,7 @@ class WeightsSource(Source):
         }
 
     def read(self, name: str, box: Box, target: torch.Tensor) -> None:
-        # The reader knows the whole name.
-        kept = self.metadata
-        self.metadata = replace(kept, state_dict_metadata={self._prefix + name: kept.state_dict_metadata[name]})
-        try:
-            super().read(self._prefix + name, box, target)
-        finally:
-            self.metadata = kept
+        super().read(self._prefix + name, box, target)  # the reader knows the whole name
 
     def value(self, name: str) -> io.BytesIO:
         return super().value(self._prefix + name)
