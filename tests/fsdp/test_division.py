@@ -17,7 +17,7 @@ from fsdp.compare import Model, apart, shard_blocks, train_alike
 from ranks import run_ranks
 from terrazzo.comm import wire
 from terrazzo.comm.wire import ScaledSum
-from terrazzo.fsdp import MixedPrecisionPolicy, explain, fully_shard
+from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard, report
 from terrazzo.fsdp.run import bucket, direct, in_place
 from terrazzo.fsdp.run.division import Ways, division_of
 from terrazzo.fsdp.run.flat import FlatPlan
@@ -227,9 +227,9 @@ def check_factors_go_together() -> None:
             module.set_gradient_divide_factor(float(dist.get_world_size()))
 
     model = train_alike(shard, make=Model)
-    assert any(each.along for each in explain(model).operations)
+    assert [unit.together for unit in report(model).groups] == [("Model",), ("blocks.0", "blocks.1", "blocks.2")]
     model.blocks[1].set_gradient_divide_factor(7.0)
-    assert not any(2 in each.units and each.along for each in explain(model).operations)
+    assert all(len(unit.together) == 1 for unit in report(model).groups)
 
 
 def test_groups_that_are_divided_alike_go_together():

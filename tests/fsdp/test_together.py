@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp.compare import Counted, Model, adamw, apart, batches, checked, loss_of, mine, shard_blocks
+from fsdp.compare import Block, Counted, Model, adamw, apart, batches, checked, loss_of, mine, shard_blocks
 from ranks import run_ranks
-from terrazzo.errors import FSDPValueError
+from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, explain, fully_shard, report
 from terrazzo.fsdp.plan.check import PlanError, check
 from terrazzo.fsdp.plan.operations import Kind
@@ -58,6 +58,33 @@ class Branching(Model):
             y = block(x)
             x = y if (i + dist.get_rank()) % 2 else x + 0 * y.sum() if i % 3 else y
         return self.head(x)
+
+
+class Box:
+    """An object in which nobody looks for tensors."""
+
+    def __init__(self, inside: Tensor) -> None:
+        self.inside = inside
+
+
+class Boxing(Block):
+    def forward(self, x: Tensor) -> Any:
+        return Box(super().forward(x))
+
+
+class Boxed(Model):
+    """Backward comes to the first block without notice, and to the others not at all: it has to stay unsharded."""
+
+    def __init__(self) -> None:
+        super().__init__(BLOCKS)
+        self.blocks[0] = Boxing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        box = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            block(x)
+        return self.head(box.inside)
 
 
 def plainly(model: Any, x: Tensor, y: Tensor, step: int) -> None:
@@ -176,7 +203,7 @@ def check_users() -> None:
 
 def check_models() -> None:
     bounds = (1500, 1 << 20)
-    for make in (Wandering, partial(Recomputing, BLOCKS), partial(Branching, BLOCKS)):
+    for make in (Wandering, partial(Recomputing, BLOCKS), partial(Branching, BLOCKS), Boxed):
         assert_same_bits(make, bounds)
     assert_same_bits(partial(WithHalf, BLOCKS), bounds, prepare=frozen_in_part)
 
@@ -195,11 +222,11 @@ def test_numbers_are_those_of_groups_that_go_alone(world, what):
 def check_said() -> None:
     model = shard_blocks(Model(), reshard_after_forward=True)
     assert report(model).coalesce_bytes == 4 << 20
-    assert report(model).groups[1].together == ("Model", "blocks.0", "blocks.1", "blocks.2")
+    assert [group.together for group in report(model).groups] == [("Model", "blocks.0", "blocks.1", "blocks.2")]
     assert "in one message, up to 4.0 MiB: Model, blocks.0, blocks.1, blocks.2" in str(report(model))
     assert "Model and 3 more" in str(explain(model))
     gathers = [each for each in explain(model).operations if each.kind is Kind.GATHER]
-    assert [each.units for each in gathers] == [(0, 1, 2, 3), (0,), (1, 2, 3)]
+    assert [each.unit for each in gathers] == [0, 0]
     more = report(model).peak
     assert report(apart(model)).peak < more and "in one message" not in str(report(model))
     with pytest.raises(FSDPValueError, match="nbytes must be a number of bytes, 0 or more, not -1"):
@@ -210,7 +237,7 @@ def check_said() -> None:
         fully_shard(layer)
     fully_shard(other)
     other[1].set_all_reduce_hook(lambda reduced: None)
-    assert [group.together for group in report(other).groups] == [("0",), ("1",), *[("2", "3")] * 2]
+    assert [group.together for group in report(other).groups] == [("0",), ("1",), ("2", "3")]
 
     # A slice of a mesh is another object each time.
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
@@ -218,11 +245,76 @@ def check_said() -> None:
     for layer in sliced:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(sliced, mesh=mesh["dp"])
-    assert [group.together for group in report(sliced).groups] == [("0", "1")] * 2
+    assert [group.together for group in report(sliced).groups] == [("0", "1")]
 
 
 def test_the_report_and_the_plan_say_what_goes_together():
     run_ranks(2, check_said)
+
+
+def check_parting() -> None:
+    """A module leaves its unit before a forward, and only there."""
+    torch.manual_seed(0)
+    model = Model(4)
+    reference = copy.deepcopy(model)
+    shard_blocks(model)
+    x, y = next(batches(1))
+    loss = loss_of(model, mine(x), mine(y))
+    model.blocks[1].set_requires_gradient_sync(False)
+    words = "'blocks.0', 'blocks.1', 'blocks.2', ... were changed between a forward and its backward"
+    with pytest.raises(FSDPError, match=words):
+        loss.backward()
+    assert len(report(model).groups) == 4, "the root, and the blocks in three parts"
+    loss = loss_of(model, mine(x), mine(y))
+    loss.backward(retain_graph=True)
+    assert model.blocks[0].up.weight.grad is not None and model.blocks[1].up.weight.grad is None
+    model.set_requires_gradient_sync(True)
+    model.blocks[3].set_requires_gradient_sync(False)
+    loss_of(model, mine(x), mine(y)).backward()
+    with pytest.raises(FSDPError, match="a second backward ran through a forward after which settings"):
+        loss.backward()
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    for _ in range(2):
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+    # Gradients of one module are dropped, those of its neighbours are not.
+    model = shard_blocks(Model())
+    model.set_requires_gradient_sync(False)
+    loss_of(model, mine(x), mine(y)).backward()
+    model.blocks[1].zero_grad()
+    model.reduce_gradients()
+    assert [block.up.weight.grad is None for block in model.blocks] == [False, True, False]
+
+    # What refers to shards does so when a unit is parted, too.
+    model = shard_blocks(Model())
+    state, locals_ = model.state_dict(), [p.to_local() for p in model.parameters()]
+    optimizer = adamw(model)
+    for hooked in (False, True):
+        if hooked:
+            model.blocks[1].set_all_reduce_hook(lambda reduced: None)
+        loss_of(model, mine(x), mine(y)).backward()
+        optimizer.step()
+        assert len(report(model).groups) == (4 if hooked else 2)
+        for (name, p), local in zip(model.named_parameters(), locals_, strict=True):
+            assert torch.equal(state[name].to_local(), p.to_local()) and torch.equal(local, p.to_local()), name
+
+    # One of them gets another dtype.
+    model = shard_blocks(Model())
+    model(x)
+    model.blocks[1].double()
+    model.blocks[1].register_forward_pre_hook(lambda module, args: args[0].double())
+    model.blocks[1].register_forward_hook(lambda module, args, out: out.float())
+    loss_of(model, mine(x), mine(y)).backward()
+    assert len(report(model).groups) == 2
+    assert [block.up.weight.grad.dtype for block in model.blocks] == [torch.float32, torch.float64, torch.float32]
+
+
+def test_a_module_leaves_its_unit():
+    run_ranks(2, check_parting)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -230,11 +322,9 @@ def test_plans_are_free_of_races(streams):
     from fsdp.test_plan import SETTINGS, SIZES
 
     for settings in SETTINGS:
-        if settings["reshard_inner"]:
-            continue
-        units = tuple(UnitSpec(name, sizes=SIZES, kin=0, **settings) for name in "abcdefg")
-        for bound in (200, 300, 10_000):
-            spec = Spec(units, streams, overlapped=0, coalesce_bytes=bound)
+        for modules in (2, 3):
+            units = tuple(UnitSpec(name, modules, SIZES, **settings) for name in "abc")
+            spec = Spec(units, streams, overlapped=0)
             for micro_batches in (1, 2):
                 check(plan_steps(spec, 3, micro_batches=micro_batches).operations, spec)
 
@@ -242,7 +332,7 @@ def test_plans_are_free_of_races(streams):
 def test_every_mark_is_waited_for():
     from fsdp.test_plan import SIZES, without
 
-    spec = Spec(tuple(UnitSpec(name, sizes=SIZES, kin=0) for name in "abcdefg"), True, coalesce_bytes=300)
+    spec = Spec(tuple(UnitSpec(name, 3, SIZES) for name in "abc"), True)
     operations = plan_steps(spec, 2).operations
     check(operations, spec)
     for what in ("gathered", "copied", "packed", "reduced", "finished"):

@@ -18,6 +18,7 @@ from terrazzo.fsdp.misuse import remark_on_hooks, watch_optimizers
 from terrazzo.fsdp.module import FSDPModule, keep_state_dicts_sharded, make_fsdp_module
 from terrazzo.fsdp.parameter import ShardedParameter, ShardPlacementFn, collect, mark_ignored, mark_replaced, placed
 from terrazzo.fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from terrazzo.fsdp.run.forming import join
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.settings import Settings
 
@@ -118,6 +119,7 @@ def fully_shard(
     for each in modules:
         make_fsdp_module(each)
         register_as_fully_sharded(each)
+    join(group)
     watch_optimizers()
     return module
 

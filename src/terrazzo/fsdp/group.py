@@ -42,6 +42,7 @@ class Group:
             self.number = _made[shared] = _made.get(shared, 0) + 1
         self.unit: Any = None  # the `Unit` that gathers and reduces it
         self.root: Any = None  # the `Root` of the model, once the outermost module is known
+        self.apart = False  # whether it always has a unit of its own, because the user has unsharded it
         # Set by the user.
         self.auto_reshard = reshard_after_forward is None  # then the root is not resharded
         self.reshard_after_forward = reshard_after_forward is None or bool(reshard_after_forward)

@@ -16,4 +16,6 @@ def sharded(model: nn.Module, function: str) -> tuple[Group, Root]:
         raise FSDPError(
             f"{type(model).__name__} is not sharded: {function} expects a module that fully_shard was called on"
         )
-    return group, root_of(group)
+    root = root_of(group)
+    root.form_units()
+    return group, root

@@ -15,6 +15,7 @@ from terrazzo.errors import FSDPError, FSDPTypeError, FSDPValueError
 from terrazzo.fsdp.copied import Copies
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.plan.state import Event
+from terrazzo.fsdp.run.forming import part
 from terrazzo.fsdp.run.hooks import after_forward, before_forward, forward_failed
 from terrazzo.fsdp.run.root import root_of
 from terrazzo.fsdp.run.staging import GroupMemory, SymmetricMemory, use_staging
@@ -66,10 +67,10 @@ class FSDPModule(_Module):
         """Gather the parameters of this module's group, as its forward does; not those of inner groups.
 
         With `async_op=True` the gather is only started: `wait()` on the handle waits for it, as the module's forward
-        does.
+        does. Between steps a group that shares messages with others leaves them first.
         """
         group = _group(self)
-        root_of(group).unshard(group.unit)
+        root_of(group).unshard(group)
         handle = UnshardHandle(group)
         if async_op:
             return handle
@@ -103,8 +104,7 @@ class FSDPModule(_Module):
         An optimizer's `zero_grad` knows of reduced gradients only.
         """
         for group in _groups(self, recurse=True):
-            for gradients in group.unit.gradients:
-                gradients.abandon()
+            group.unit.abandon(group)
             for param in group.params:
                 grad = param.sharded.grad
                 if grad is not None and set_to_none:
@@ -149,11 +149,11 @@ class FSDPModule(_Module):
         _changing(self).backward_prefetch = _prefetched(modules, "set_modules_to_backward_prefetch")
 
     def set_coalesce_bytes(self, nbytes: int) -> None:
-        """Set the most bytes of unsharded parameters that consecutive small groups may have to share a message.
+        """Set the most bytes of parameters of small groups in a row, with equal settings, that share messages.
 
-        They are gathered in one message before the first of them runs, and their gradients are reduced in one message
-        when the last of them has its gradients. Results do not change. The setting is for the whole model; with 0 each
-        group has its own messages.
+        They are gathered in one message before the first of them runs, freed after the last, and their gradients are
+        reduced in one message. Results do not change. The setting is for the whole model; with 0 each group has its own
+        messages. Shards may get other memory, so take state dicts that are to be used again afterwards.
 
         >>> import torch
         >>> from terrazzo.fsdp import fully_shard
@@ -165,8 +165,7 @@ class FSDPModule(_Module):
         if nbytes < 0:
             raise FSDPValueError(f"nbytes must be a number of bytes, 0 or more, not {nbytes}")
         root = root_of(_group(self))
-        root.coalesce_bytes = nbytes
-        root.changed()
+        root.coalesce(nbytes)
 
     # ------------------------------------------------------------------ gradients
 
@@ -417,6 +416,9 @@ def _pad(group: Group) -> None:
     """Pad sections to equal length, as custom communication expects."""
     if group.root is not None:
         group.root.reshard(group.unit)
+        group.root.form_units()
+    else:
+        part(group.unit)
     group.unit.use_equal_sections()
 
 

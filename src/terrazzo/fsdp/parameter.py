@@ -47,6 +47,7 @@ class ShardedParameter:
     """A parameter of a group."""
 
     __slots__ = (
+        "attributes",
         "dim",
         "layout",
         "mesh",
@@ -73,11 +74,18 @@ class ShardedParameter:
         self.sharded: Any = None
         self.unsharded: Any = None
         self.unsharded_local: Tensor = local
+        self.attributes: dict[str, Any] = {}  # that users hung on it; all faces have them
 
-    def make_sharded(self, local: Tensor, attributes: dict[str, Any]) -> None:
+    @property
+    def values(self) -> Tensor:
+        """This rank's shard; before it is sharded the whole local tensor."""
+        local: Tensor = self.unsharded_local if self.sharded is None else self.sharded._local
+        return local
+
+    def make_sharded(self, local: Tensor) -> None:
         """Create the sharded parameter, with the memory of `local` as its local tensor. It has its own version counter:
         a write to one parameter is none to the others in the same buffer."""
-        self.sharded = as_parameter(local.data, self.layout, self.requires_grad, attributes)
+        self.sharded = as_parameter(local.data, self.layout, self.requires_grad, self.attributes)
         self.sharded.__dict__[_SHARDED] = self.name
 
     def materialise(self, values: Any) -> bool:
@@ -118,7 +126,7 @@ class ShardedParameter:
             "unshard()"
         )
 
-    def make_unsharded(self, local: Tensor, attributes: dict[str, Any]) -> None:
+    def make_unsharded(self, local: Tensor) -> None:
         """Create the unsharded parameter from `local`, whose version counter it gets. If there was one before, it takes
         over that one's accumulated gradient."""
         grad = self.unsharded_local.grad if self.unsharded is not None else None
@@ -127,18 +135,18 @@ class ShardedParameter:
             self.unsharded_local = self.unsharded._local
         else:
             self.unsharded = self.unsharded_local = CountingParameter(local, self.requires_grad)
-        self.unsharded.__dict__.update(attributes)
+        self.unsharded.__dict__.update(self.attributes)
         if grad is not None:
             self.unsharded_local.grad = grad.to(local.device, local.dtype)
 
-    def make_unsharded_of(self, local: Tensor, attributes: dict[str, Any]) -> None:
+    def make_unsharded_of(self, local: Tensor) -> None:
         """Create the unsharded parameter from a tensor that a subclass's hook made, with its own version counter."""
         if self.within is not None:
-            self.unsharded = as_parameter(local, self.within, self.requires_grad, attributes)
+            self.unsharded = as_parameter(local, self.within, self.requires_grad, self.attributes)
             self.unsharded_local = self.unsharded._local
         else:
             self.unsharded = nn.Parameter(local, self.requires_grad)
-            self.unsharded.__dict__.update(attributes)
+            self.unsharded.__dict__.update(self.attributes)
             self.unsharded_local = self.unsharded
 
     def follow_flag(self) -> bool:

@@ -22,7 +22,7 @@ _TITLES: Final = ("group", "held", "unsharded", "reduce", "moved", "")
 
 
 class GroupReport(msgspec.Struct, frozen=True):
-    """One group on this rank, in bytes."""
+    """One group on this rank, or several small ones that share messages, in bytes."""
 
     name: str
     parameters: int  # tensors
@@ -37,7 +37,7 @@ class GroupReport(msgspec.Struct, frozen=True):
     moved_backward: int  # gathering again, and reducing
     kept: int  # of the unsharded parameters, between forward and backward
     within: tuple[str, ...] = ()  # groups of modules that contain this one's, which are unsharded at the same time
-    together: tuple[str, ...] = ()  # groups that share a message with this one, including it
+    together: tuple[str, ...] = ()  # the names of its groups
 
     @property
     def moved(self) -> int:
@@ -68,11 +68,11 @@ class Report(msgspec.Struct, frozen=True):
 
     def _transient(self) -> list[int]:
         """Temporary bytes at each group: in forward, in backward, while packing and while reducing."""
-        groups = _joined(self.groups)
-        by_name = {name: group for group in groups for name in group.together}
+        groups = self.groups
+        by_name = {group.name: group for group in groups}
         moments = []
         for i, group in enumerate(groups):
-            around = list({id(by_name[name]): by_name[name] for name in group.within}.values())
+            around = [by_name[name] for name in group.within]
             kept = sum(each.kept for each in groups[:i] if each.name not in group.within)
             after = groups[i + 1].gathered if i + 1 < len(groups) else 0
             last = groups[i - 1] if i else None
@@ -120,28 +120,8 @@ class Report(msgspec.Struct, frozen=True):
         ]
 
     def _together(self) -> list[str]:
-        joined = [group for group in _joined(self.groups) if len(group.together) > 1]
-        return [f"in one message, up to {_size(self.coalesce_bytes)}: {', '.join(g.together)}" for g in joined]
-
-
-def _joined(groups: list[GroupReport]) -> list[GroupReport]:
-    """Groups that share messages, as one."""
-    found: list[GroupReport] = []
-    for group in groups:
-        last = found[-1] if found else None
-        if last is None or group.name not in last.together:
-            found.append(msgspec.structs.replace(group, together=group.together or (group.name,)))
-            continue
-        sizes = ("held", "unsharded", "gathered", "gradients", "reduce_buffer", "under_way", "kept")
-        found[-1] = msgspec.structs.replace(
-            last,
-            within=tuple(name for name in {**dict.fromkeys(last.within), **dict.fromkeys(group.within)}),
-            **{size: getattr(last, size) + getattr(group, size) for size in sizes},
-        )
-    return [
-        msgspec.structs.replace(group, within=tuple(n for n in group.within if n not in group.together))
-        for group in found
-    ]
+        several = [group.together for group in self.groups if len(group.together) > 1]
+        return [f"in one message, up to {_size(self.coalesce_bytes)}: {', '.join(names)}" for names in several]
 
 
 def report(model: nn.Module) -> Report:
@@ -155,7 +135,7 @@ def report(model: nn.Module) -> Report:
     inside = set(model.modules())
     units = [unit for unit in root.units if unit.params and inside.intersection(unit.modules)]
     around = _units_around(model, units)
-    return Report([_group_report(unit, spec, around[unit]) for unit in units], spec.coalesce_bytes)
+    return Report([_group_report(unit, spec, around[unit]) for unit in units], root.coalesce_bytes)
 
 
 def _units_around(model: nn.Module, units: list[Unit]) -> dict[Unit, list[Unit]]:
@@ -195,7 +175,7 @@ def _group_report(unit: Unit, spec: Spec, around: list[Unit]) -> GroupReport:
         moved_backward=again + sizes.reduce_moves + (sizes.all_reduce_moves if own.all_reduce else 0),
         kept=kept,
         within=tuple(each.name for each in around),
-        together=tuple(spec.units[each].name for each in spec.together[unit.index]),
+        together=tuple(group.name for group in unit.groups),
     )
 
 

@@ -107,7 +107,8 @@ class Timeline(msgspec.Struct, frozen=True):
 def frame_of(root: Root) -> Timeline:
     """The timeline of a model without operations."""
     # A group's parameters may be on several meshes.
-    meshes = [[unit.settings.mesh, *(bucket.settings.mesh for bucket in unit.buckets)] for unit in root.units]
+    units = [group.unit for group in root.groups]
+    meshes = [[unit.settings.mesh, *(bucket.settings.mesh for bucket in unit.buckets)] for unit in units]
     said = report(root.groups[0].modules[0])
     spec = root.spec()
     initialized = dist.is_initialized()
@@ -116,7 +117,7 @@ def frame_of(root: Root) -> Timeline:
         world=dist.get_world_size() if initialized else 1,
         began=0.0,
         planned=True,
-        groups=[unit.name for unit in root.units],
+        groups=[group.name for group in root.groups],
         shards=[_distinct(mesh.shard for mesh in each) for each in meshes],
         replicas=[_distinct(mesh.replicate for mesh in each) for each in meshes],
         held=said.held,
@@ -150,6 +151,11 @@ def _is_backward(operation: Operation) -> bool:
     return operation.kind is Kind.PACK or any(buffer.kind == "gradients" for buffer in operation.takes)
 
 
+def groups_of(operation: Operation, spec: Spec) -> tuple[int, ...]:
+    """The numbers of the groups that an operation is about; none if it is about all."""
+    return () if operation.unit < 0 else spec.units[operation.unit].groups or (operation.unit,)
+
+
 def done(operations: Iterable[Operation], times: Sequence[tuple[float, float, bool]], spec: Spec) -> list[Done]:
     """Operations with their times (begin, end, whether in backward), and the memory in use."""
     sizes = sizes_of(spec)
@@ -167,7 +173,7 @@ def done(operations: Iterable[Operation], times: Sequence[tuple[float, float, bo
         found.append(
             Done(
                 kind=each.kind.value,
-                groups=tuple(unit for unit in each.units if unit >= 0),
+                groups=groups_of(each, spec),
                 stream=each.stream.value,
                 bytes=each.moves,
                 begin=begin,

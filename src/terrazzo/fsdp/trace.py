@@ -26,7 +26,7 @@ from terrazzo.comm.axis import Axis
 from terrazzo.fsdp.lookup import sharded
 from terrazzo.fsdp.plan.operations import Kind, Operation
 from terrazzo.fsdp.plan.units import Spec
-from terrazzo.fsdp.timeline import Collective, Timeline, done, frame_of
+from terrazzo.fsdp.timeline import Collective, Timeline, done, frame_of, groups_of
 
 
 class TraceEvent(msgspec.Struct, frozen=True):
@@ -86,7 +86,7 @@ class Trace:
         self._times.append((begin, end, backward))
         kind = operation.why if operation.kind is Kind.GATHER else _SHOWN.get(operation.kind)
         if kind is not None:
-            name = ", ".join([self._frame.groups[unit] for unit in operation.units])
+            name = ", ".join([self._frame.groups[group] for group in groups_of(operation, self._spec)])
             self.events.append(TraceEvent(kind, name, operation.moves, begin, end, backward))
 
     def _started(self, event: CommEvent) -> None:

@@ -146,12 +146,7 @@ def check(operations: Iterable[Operation], spec: Spec, bound: int | None = None)
 
 def check_epoch(operation: Operation, epochs: dict[int, int], gathered: dict[int, int]) -> None:
     """Raise if an operation uses parameters that were gathered before the last write to their shards."""
-    for unit in operation.units:
-        _check_epoch_of(unit, operation, epochs, gathered)
-
-
-def _check_epoch_of(unit: int, operation: Operation, epochs: dict[int, int], gathered: dict[int, int]) -> None:
-    kind, epoch = operation.kind, operation.epoch_of(unit)
+    kind, unit, epoch = operation.kind, operation.unit, operation.epoch
     if kind is Kind.WRITE:
         epochs[unit] = epoch
     elif kind is Kind.GATHER and operation.reads[0].kind == "shard":

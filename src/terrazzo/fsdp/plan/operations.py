@@ -67,7 +67,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation for a unit, or for several units together."""
+    """One operation for a unit."""
 
     kind: Kind
     unit: int
@@ -81,20 +81,9 @@ class Operation:
     moves: int = 0  # bytes that a rank sends, on average
     why: str = ""
     epoch: int = 0  # the epoch of the shard that it needs, counted from the beginning of the plan
-    along: tuple[int, ...] = ()  # other units for which it is done at the same time
-    epochs: tuple[int, ...] = ()  # the epochs of the shards of all its units, in their order, if they differ
-
-    @property
-    def units(self) -> tuple[int, ...]:
-        """All its units, in their order."""
-        return tuple(sorted((self.unit, *self.along))) if self.along else (self.unit,)
-
-    def epoch_of(self, unit: int) -> int:
-        """The epoch of the unit's shard that it needs."""
-        return self.epochs[self.units.index(unit)] if self.epochs else self.epoch
 
     def __str__(self) -> str:
-        parts = [f"{self.kind.value} {', '.join(map(str, self.units))}", f"on {self.stream.value}"]
+        parts = [f"{self.kind.value} {self.unit}", f"on {self.stream.value}"]
         for title, buffers in (("reads", self.reads), ("writes", self.writes), ("takes", self.takes)):
             if buffers:
                 parts.append(f"{title} {', '.join(buffer.kind for buffer in buffers)}")
@@ -118,6 +107,6 @@ FOLLOWING = (
 COLLECTIVES = frozenset([Kind.GATHER, Kind.REDUCE, Kind.ALL_REDUCE])
 
 
-def collectives(operations: Iterable[Operation]) -> list[tuple[str, tuple[int, ...]]]:
+def collectives(operations: Iterable[Operation]) -> list[tuple[str, int]]:
     """The collectives of operations, in order: these must be the same on all ranks."""
-    return [(each.kind.value, each.units) for each in operations if each.kind in COLLECTIVES]
+    return [(each.kind.value, each.unit) for each in operations if each.kind in COLLECTIVES]

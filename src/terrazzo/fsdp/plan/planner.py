@@ -14,14 +14,10 @@ wait. On CPU, the host waits for results, so it starts gathers early: each forwa
 and starts to gather the next unit. A large reduction is finished before the next unit is gathered, so that there are at
 most two unsharded units and one reduce buffer. Small reductions, which consist of latency, continue meanwhile, and
 small units are gathered further ahead.
-
-Small consecutive units are gathered and reduced together (`Spec.together`): with a unit, those are gathered that ran
-after it in the last forward, or in backward before it; its gradients wait for those of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -45,8 +41,7 @@ class _Planner:
     def __init__(self, spec: Spec, order: tuple[int, ...], state: State) -> None:
         self.spec, self.order, self.state = spec, order, state
         self.where, self.phase, self.running = list(state.where), list(state.phase), list(state.running)
-        self.reducing = list(state.reducing)
-        self.joint, self.lent, self.held = list(state.joint), set(state.lent), list(state.held)
+        self.reducing, self.needed = list(state.reducing), set(state.needed)
         self.changes: dict[str, Any] = {}
         self.operations: list[Operation] = []
 
@@ -57,9 +52,7 @@ class _Planner:
             phase=tuple(self.phase),
             running=tuple(self.running),
             reducing=tuple(self.reducing),
-            joint=tuple(self.joint),
-            lent=frozenset(self.lent),
-            held=tuple(self.held),
+            needed=frozenset(self.needed),
             **self.changes,
         )
 
@@ -84,11 +77,11 @@ class _Planner:
         spec = self.spec.units[unit]
         if spec.sizes is None:
             return
-        self._gather(unit, companions=() if in_backward else self._after(unit))
+        self._gather(unit)
         self._copy_out(unit)
         if first:
             for other in spec.forward_prefetch or ():
-                self._gather(other, "prefetch", self._after(other))
+                self._gather(other, "prefetch")
             if not self.spec.streams and not in_backward:
                 self._follow_order(unit)
         self._use(unit)
@@ -97,7 +90,7 @@ class _Planner:
         at = self.state.entered
         self.changes["entered"] = min(at + 1, len(self.order))
         if self.spec.units[unit].forward_prefetch is None and at < len(self.order) and self.order[at] == unit:
-            self._look_ahead(self.order[at + 1 : at + 1 + self.spec.furthest], self._after)
+            self._look_ahead(self.order[at + 1 : at + 1 + self.spec.furthest])
 
     def leave(self, module: int, returns: bool, keep: bool) -> None:
         unit = self.spec.modules[module]
@@ -106,10 +99,14 @@ class _Planner:
         if returns and self.spec.units[unit].sizes is not None and self.state.ended[:1] != (unit,):
             self.changes["ended"] = (unit, *self.state.ended[: self.spec.furthest - 1])
         self.running[unit] &= ~self._bit_of(module)
+        if keep:
+            self.needed.add(unit)
         if not self.running[unit]:
-            self._end_pass(unit, keep)
+            self._end_pass(unit)
 
-    def _end_pass(self, unit: int, keep: bool = False) -> None:
+    def _end_pass(self, unit: int) -> None:
+        keep = unit in self.needed
+        self.needed.discard(unit)
         self.running[unit] = 0
         self.phase[unit] = Phase.IDLE
         spec = self.spec.units[unit]
@@ -124,7 +121,7 @@ class _Planner:
         for unit in range(len(self.where)):
             if self.phase[unit] is Phase.FORWARD:
                 self._end_pass(unit)
-            if (self._is_gathering(unit) or unit in self.lent) and not in_backward:
+            if self._is_gathering(unit) and not in_backward:
                 self._free(unit)  # this forward was expected to need it
 
     # ------------------------------------------------------------------ backward
@@ -138,19 +135,17 @@ class _Planner:
     def reach(self, unit: int, before: tuple[int, ...]) -> None:
         self._begin_backward()
         self.phase[unit] = Phase.BACKWARD
-        if unit in self.held:  # a module of the unit ran more than once
-            self._reduce_held(self.spec.together[unit])
+        self.needed.discard(unit)
         spec = self.spec.units[unit]
         self._make_room(0, spec.reduce_buffers)
         if spec.unshard_in_backward:
-            self._gather(unit, companions=self._before(unit))
+            self._gather(unit)
             self._copy_out(unit)
         if spec.backward_prefetch is not None:
             for other in spec.backward_prefetch:
-                self._gather(other, "prefetch", self._before(other))
+                self._gather(other, "prefetch")
         else:
-            wanted = tuple(other for other in before if self.spec.units[other].unshard_in_backward)
-            self._look_ahead(wanted, self._before)
+            self._look_ahead(tuple(other for other in before if self.spec.units[other].unshard_in_backward))
         self._use(unit)
 
     def reach_end(self, unit: int) -> None:
@@ -169,7 +164,7 @@ class _Planner:
         if not spec.trainable:
             return
         if spec.gradient_sync:
-            self._hold(unit)
+            self._reduce(unit)
         else:
             self._emit(Kind.ACCUMULATE, unit, reads=(Buffer("gradients", unit),), writes=(Buffer("gradients", unit),))
 
@@ -177,13 +172,11 @@ class _Planner:
         self._begin_backward()
         for unit in reversed(range(len(self.where))):
             spec = self.spec.units[unit]
-            ready = unit in with_gradients and spec.gradient_sync and unit not in self.held
+            ready = unit in with_gradients and spec.gradient_sync
             if self.phase[unit] is Phase.BACKWARD or ready:
                 self._leave_backward(unit, keep=graph and unit not in with_gradients)
-            elif spec.reshard_after_backward or self._is_gathering(unit) or unit in self.lent:
+            elif spec.reshard_after_backward or self._is_gathering(unit):
                 self._free(unit)
-        while self.held:
-            self._reduce_held(self.spec.together[self.held[0]])
         self.changes["in_backward"] = False
         if last:
             self._end_reductions()
@@ -200,14 +193,13 @@ class _Planner:
         if at_rest:
             self._follow()
         self._gather(unit)
-        self.lent.discard(unit)
 
     def wait(self, unit: int) -> None:
         self._copy_out(unit)
-        self.lent.discard(unit)
 
     def reshard(self, unit: int) -> None:
-        self._free(unit)
+        if self.phase[unit] is Phase.IDLE or len(self.spec.units[unit].groups) < 2:  # else others of its groups run
+            self._free(unit)
 
     def reduce(self) -> None:
         self._begin_backward()
@@ -215,7 +207,7 @@ class _Planner:
         for unit in reversed(range(len(self.where))):
             spec = self.spec.units[unit]
             if spec.sizes is not None and spec.trainable:
-                self._reduce((unit,))
+                self._reduce(unit)
         self._end_reductions()
 
     # ------------------------------------------------------------------ gathers
@@ -224,28 +216,8 @@ class _Planner:
         if self.spec.streams:
             self.operations += FOLLOWING
 
-    def _after(self, unit: int) -> tuple[int, ...]:
-        """Units that are gathered together with it, and that run after it if this forward is like the last one."""
-        among = self.spec.together[unit]
-        if len(among) == 1:
-            return ()
-        if not self.order:
-            return tuple(each for each in among if each > unit)
-        return tuple(each for each in among if each in self.order[self._position(unit) + 1 :])
-
-    def _before(self, unit: int) -> tuple[int, ...]:
-        """`_after` for backward, which runs in the other direction."""
-        among = self.spec.together[unit]
-        if len(among) == 1 or unit not in self.order:
-            return ()
-        earlier = self.order[: self._position(unit)]
-        return tuple(each for each in among if each in earlier and self.spec.units[each].unshard_in_backward)
-
-    def _position(self, unit: int) -> int:
-        return self.order.index(unit) if unit in self.order else len(self.order)
-
-    def _gather(self, unit: int, why: str = "unshard", companions: tuple[int, ...] = ()) -> None:
-        """Start to gather the unit, together with those of `companions` that are sharded and idle."""
+    def _gather(self, unit: int, why: str = "unshard") -> None:
+        """Start to gather the unit, if it is sharded."""
         spec, where = self.spec.units[unit], self.where[unit]
         if spec.sizes is None or where not in (Where.SHARDED, Where.INNER):
             return
@@ -253,74 +225,49 @@ class _Planner:
         self.where[unit] = Where.GATHERING_INNER if inner else Where.GATHERING
         if spec.aliased:
             return
-        along = tuple(
-            each
-            for each in (() if inner else companions)
-            if self.where[each] is Where.SHARDED and self.phase[each] is Phase.IDLE and each != unit
-        )
-        units = (unit, *along)
-        if along:
-            self.joint.append(units)
-        for each in along:
-            self.where[each] = Where.GATHERING
-            self.lent.add(each)
-        gathered = tuple([Buffer("gathered", each) for each in units])
-        if spec.sizes.in_place and not inner and not along:
+        gathered: tuple[Buffer, ...] = (Buffer("gathered", unit),)
+        if spec.sizes.in_place and not inner:
             gathered = (*gathered, Buffer("unsharded", unit))
-        if inner:
-            sources = (Buffer("kept", unit), *([Buffer("shard", unit)] if spec.keeps_part else ()))
-        else:
-            sources = tuple([Buffer("shard", each) for each in units])
+        kept = (Buffer("kept", unit),) if inner else ()
+        shard = (Buffer("shard", unit),) if spec.keeps_part or not inner else ()
         self._emit(
             Kind.GATHER,
             unit,
             Stream.GATHER,
-            reads=sources,
+            reads=(*kept, *shard),
             writes=gathered,
             takes=gathered,
             # An earlier gather's buffer was in this stream's memory, which is reused now; and the kept part was written
             # by the compute stream.
             waits=(Mark("copied", -1), *((Mark("kept", unit),) if inner else ())),
             records=Mark("gathered", unit),
-            moves=spec.sizes.kept_moves if inner else sum([self._sizes(each).gather_moves for each in units]),
+            moves=spec.sizes.kept_moves if inner else spec.sizes.gather_moves,
             why=why,
-            along=along,
         )
 
     def _copy_out(self, unit: int) -> None:
         where = self.where[unit]
         if not self._is_gathering(unit):
             return
+        self.where[unit] = Where.UNSHARDED
         if self.spec.units[unit].aliased:
-            self.where[unit] = Where.UNSHARDED
             self._emit(Kind.COPY_OUT, unit)
             return
-        units: tuple[int, ...] = (unit,)
-        for joint in self.joint:
-            if unit in joint:
-                self.joint.remove(joint)
-                units = joint
-                break
-        for each in units:
-            self.where[each] = Where.UNSHARDED
-        gathered = tuple([Buffer("gathered", each) for each in units])
-        unsharded = tuple([Buffer("unsharded", each) for each in units])
+        gathered, unsharded = Buffer("gathered", unit), Buffer("unsharded", unit)
         kept = (Buffer("kept", unit),) if where is Where.GATHERING_INNER else ()
         self._emit(
             Kind.COPY_OUT,
-            units[0],
-            reads=gathered,
-            writes=unsharded,
-            takes=unsharded,
-            gives=(*gathered, *kept),
-            waits=(Mark("gathered", units[0]),),
+            unit,
+            reads=(gathered,),
+            writes=(unsharded,),
+            takes=(unsharded,),
+            gives=(gathered, *kept),
+            waits=(Mark("gathered", unit),),
             records=Mark("copied", -1),
-            along=units[1:],
         )
 
     def _use(self, unit: int) -> None:
         """Forward or backward computes with the unit's parameters."""
-        self.lent.discard(unit)
         if self.where[unit] is Where.UNSHARDED:
             source = Buffer("shard" if self.spec.units[unit].aliased else "unsharded", unit)
             self._emit(Kind.USE, unit, reads=(source,))
@@ -330,29 +277,22 @@ class _Planner:
         gradients = Buffer("gradients", unit)
         self._emit(Kind.USE, unit, writes=(gradients,), takes=(gradients,))
 
-    def _look_ahead(self, units: tuple[int, ...], companions: Callable[[int], tuple[int, ...]]) -> None:
+    def _look_ahead(self, units: tuple[int, ...]) -> None:
         """Start to gather the next unit and, on CPU, small units after it, whose latency is longer than their work."""
         room = 0 if self.spec.streams else self.spec.overlapped
         for i, unit in enumerate(units):
             sizes = self.spec.units[unit].sizes
             if sizes is None or self.phase[unit] is not Phase.IDLE:
                 continue
-            if unit in self.lent and self.where[unit] is Where.UNSHARDED:
-                continue
-            along = companions(unit)
             room -= sizes.arriving
             if i and room < 0:
                 return
-            self._gather(unit, "prefetch", along)
+            self._gather(unit, "prefetch")
 
     def _free(self, unit: int) -> None:
         where = self.where[unit]
         if where is Where.SHARDED:
             return
-        if any(unit in joint for joint in self.joint):  # other units of the same gather may still need it
-            self._copy_out(unit)
-            where = self.where[unit]
-        self.lent.discard(unit)
         self.where[unit] = Where.SHARDED
         if self.spec.units[unit].aliased:
             if where is Where.UNSHARDED:
@@ -382,59 +322,37 @@ class _Planner:
 
     # ------------------------------------------------------------------ reductions
 
-    def _hold(self, unit: int) -> None:
-        """Reduce the unit's gradients, or keep them until backward has reached the units that are reduced with it."""
-        among = self.spec.together[unit]
-        if len(among) == 1:
-            self._reduce((unit,))
-            return
-        self.held.append(unit)
-        first = min(self._position(each) for each in among if each in self.held)
-        waiting = [each for each in among if each in self.order[:first] and self._reduces(each)]
-        if not waiting:
-            self._reduce_held(among)
-
-    def _reduces(self, unit: int) -> bool:
-        return self.spec.units[unit].trainable and self.spec.units[unit].gradient_sync
-
-    def _reduce_held(self, among: tuple[int, ...]) -> None:
-        units = tuple(unit for unit in among if unit in self.held)
-        self.held = [unit for unit in self.held if unit not in units]
-        self._reduce(units)
-
-    def _reduce(self, units: tuple[int, ...]) -> None:
-        unit, along = units[0], units[1:]
+    def _reduce(self, unit: int) -> None:
         spec = self.spec.units[unit]
+        gradients, packed, reduced = Buffer("gradients", unit), Buffer("packed", unit), Buffer("reduced", unit)
         if spec.alone:
-            gradients, result = Buffer("gradients", unit), Buffer("shard gradients", unit)
+            result = Buffer("shard gradients", unit)
             self._emit(Kind.HAND_OVER, unit, reads=(gradients,), writes=(result,), gives=(gradients,))
             return
-        for one in [one for one in self.reducing if set(one.units) & set(units)]:  # if modules ran more than once
+        for one in [one for one in self.reducing if one.unit == unit]:  # if a module ran more than once
             self.reducing.remove(one)
             self._finish(self._to_replicas(one))
-        one = Reducing(unit, along, stored=spec.replicated and not spec.all_reduce)
-        self._make_room(self._packed(one), spec.reduce_buffers)
+        one = Reducing(unit, stored=spec.replicated and not spec.all_reduce)
+        self._make_room(self._sizes(unit).packed, spec.reduce_buffers)
         self._emit(
             Kind.PACK,
             unit,
-            reads=one.buffers("gradients"),
-            writes=one.buffers("packed"),
-            takes=one.buffers("packed"),
-            gives=one.buffers("gradients"),
+            reads=(gradients,),
+            writes=(packed,),
+            takes=(packed,),
+            gives=(gradients,),
             records=Mark("packed", unit),
-            along=along,
         )
         self._emit(
             Kind.REDUCE,
             unit,
             Stream.REDUCE,
-            reads=one.buffers("packed"),
-            writes=one.buffers("reduced"),
-            takes=one.buffers("reduced"),
+            reads=(packed,),
+            writes=(reduced,),
+            takes=(reduced,),
             waits=(Mark("packed", unit),),
             records=Mark("reduced", unit),
-            moves=sum([self._sizes(each).reduce_moves for each in units]),
-            along=along,
+            moves=self._sizes(unit).reduce_moves,
         )
         self.reducing.append(self._to_replicas(one) if self.spec.streams else one)
 
@@ -443,24 +361,24 @@ class _Planner:
         unit = one.unit
         if one.to_replicas or one.stored or not self.spec.units[unit].replicated:
             return one
+        reduced = Buffer("reduced", unit)
         self._emit(
             Kind.ALL_REDUCE,
             unit,
             Stream.ALL_REDUCE,
-            reads=(*one.buffers("reduced"), *one.buffers("partial")),
-            writes=one.buffers("reduced"),
+            reads=(reduced, Buffer("partial", unit)),
+            writes=(reduced,),
             waits=(Mark("reduced", unit),),
             records=Mark("all-reduced", unit),
-            moves=sum([self._sizes(each).all_reduce_moves for each in one.units]),
-            along=one.along,
+            moves=self._sizes(unit).all_reduce_moves,
         )
-        return Reducing(one.unit, one.along, one.stored, True, one.released)
+        return one._replace(to_replicas=True)
 
     def _finish(self, one: Reducing) -> None:
         """End a reduction: the sharded parameters get their gradients, or its result is kept for later."""
-        unit, along = one.unit, one.along
-        reduced, partial = one.buffers("reduced"), one.buffers("partial")
-        packed = () if one.released else one.buffers("packed")
+        unit = one.unit
+        reduced, partial, result = Buffer("reduced", unit), Buffer("partial", unit), Buffer("result", unit)
+        packed = () if one.released else (Buffer("packed", unit),)
         stream = Stream.ALL_REDUCE if one.to_replicas else Stream.REDUCE
         # The stream takes new memory: perhaps that of an earlier result, which was added to a gradient and freed.
         waits = (Mark("all-reduced" if one.to_replicas else "reduced", unit), HANDED_OVER)
@@ -470,38 +388,34 @@ class _Planner:
                 Kind.STORE,
                 unit,
                 stream,
-                reads=(*reduced, *partial),
-                writes=partial,
-                takes=partial,
-                gives=reduced,
+                reads=(reduced, partial),
+                writes=(partial,),
+                takes=(partial,),
+                gives=(reduced,),
                 waits=waits,
                 records=finished,
-                along=along,
             )
             if packed:
-                self._emit(Kind.RELEASE, unit, gives=packed, waits=(finished,), along=along)
+                self._emit(Kind.RELEASE, unit, gives=packed, waits=(finished,))
             return
-        result = one.buffers("result")
         self._emit(
             Kind.FINISH,
             unit,
             stream,
-            reads=reduced,
-            writes=(*reduced, *result),
-            takes=result,
+            reads=(reduced,),
+            writes=(reduced, result),
+            takes=(result,),
             waits=waits,
             records=finished,
-            along=along,
         )
         self._emit(
             Kind.HAND_OVER,
             unit,
-            reads=result,
-            writes=one.buffers("shard gradients"),
-            gives=(*packed, *reduced, *partial, *result),
+            reads=(result,),
+            writes=(Buffer("shard gradients", unit),),
+            gives=(*packed, reduced, partial, result),
             waits=(finished,),
             records=HANDED_OVER,
-            along=along,
         )
 
     def _make_room(self, following: int, buffers: int = 1) -> None:
@@ -519,17 +433,15 @@ class _Planner:
                 self.reducing = [self._release(one) if i < most else one for i, one in enumerate(self.reducing)]
             return
         self.reducing = [self._to_replicas(one) for one in self.reducing]
-        under_way = following + sum(self._packed(one) for one in self.reducing)
+        under_way = following + sum(self._sizes(one.unit).packed for one in self.reducing)
         while len(self.reducing) >= buffers and under_way > self.spec.overlapped:
             one = self.reducing.pop(0)
-            under_way -= self._packed(one)
+            under_way -= self._sizes(one.unit).packed
             self._finish(one)
 
     def _release(self, one: Reducing) -> Reducing:
-        self._emit(
-            Kind.RELEASE, one.unit, gives=one.buffers("packed"), waits=(Mark("reduced", one.unit),), along=one.along
-        )
-        return Reducing(one.unit, one.along, one.stored, one.to_replicas, True)
+        self._emit(Kind.RELEASE, one.unit, gives=(Buffer("packed", one.unit),), waits=(Mark("reduced", one.unit),))
+        return one._replace(released=True)
 
     def _end_reductions(self) -> None:
         self.reducing = [self._to_replicas(one) for one in self.reducing]
@@ -538,9 +450,6 @@ class _Planner:
         if self.reducing:
             self._emit(Kind.SETTLE, -1)
         self.reducing = []
-
-    def _packed(self, one: Reducing) -> int:
-        return sum([self._sizes(unit).packed for unit in one.units])
 
     def _sizes(self, unit: int) -> Sizes:
         sizes = self.spec.units[unit].sizes

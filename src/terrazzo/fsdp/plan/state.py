@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-from terrazzo.fsdp.plan.operations import Buffer
-
 
 class Where(IntEnum):
     """The state of a unit's parameters."""
@@ -31,17 +29,9 @@ class Reducing(NamedTuple):
     """A running reduction, and its progress."""
 
     unit: int
-    along: tuple[int, ...] = ()  # units that are reduced together with it
     stored: bool = False  # its result is kept for a later reduction over the replicas
     to_replicas: bool = False  # the all-reduce was started
     released: bool = False  # the packed buffer was freed
-
-    @property
-    def units(self) -> tuple[int, ...]:
-        return (self.unit, *self.along)
-
-    def buffers(self, kind: str) -> tuple[Buffer, ...]:
-        return tuple([Buffer(kind, unit) for unit in self.units])
 
 
 class Event(Enum):
@@ -75,9 +65,7 @@ class State:
     ended: tuple[int, ...] = ()  # units whose forwards have ended, the latest first: their backwards come in this order
     in_backward: bool = False
     reducing: tuple[Reducing, ...] = ()  # the oldest first
-    joint: tuple[tuple[int, ...], ...] = ()  # units that are being gathered together
-    lent: frozenset[int] = frozenset()  # units that were gathered together with others and have not been used yet
-    held: tuple[int, ...] = ()  # units whose gradients wait for those of the units that are reduced with them
+    needed: frozenset[int] = frozenset()  # units in forward that must stay unsharded afterwards
 
     @staticmethod
     def first(units: int) -> State:

@@ -33,14 +33,11 @@ class Plan:
     def __str__(self) -> str:
         names = [unit.name for unit in self.spec.units]
         width = max((len(name) for name in names), default=4)
-        width += 12 * any(each.along for each in self.operations)
         lines = [f"{'stream':10}  {'what':10}  {'group':{width}}  {'bytes sent':>12}  remarks"]
         for each in self.operations:
             if each.kind is Kind.USE:
                 continue
             name = names[each.unit] if each.unit >= 0 else ""
-            if each.along:
-                name = f"{name} and {len(each.along)} more"
             remarks = [each.why] if each.why == "prefetch" else []
             remarks += ["after " + _mark(mark.what, mark.unit, names) for mark in each.waits if self.spec.streams]
             sent = f"{each.moves:,}" if each.moves else ""

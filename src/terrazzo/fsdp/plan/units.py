@@ -30,7 +30,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """Groups whose parameters are gathered and reduced together."""
+    """Groups whose parameters are gathered and reduced in one message for each dtype."""
 
     name: str
     modules: int = 1
@@ -49,48 +49,20 @@ class UnitSpec:
     forward_prefetch: tuple[int, ...] | None = None  # units; None: those that follow in the last forward
     backward_prefetch: tuple[int, ...] | None = None
     reduce_buffers: int = 1  # buffers of packed gradients that may be in reduction when its own are packed
-    kin: int = -1  # units with the same number may be gathered and reduced together; -1: with none
+    groups: tuple[int, ...] = ()  # the numbers of its groups; by default only its own
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """All units of one root, in the order of its modules."""
+    """All units of one root. A unit has the number of its first group; those of its other groups stand for nothing."""
 
     units: tuple[UnitSpec, ...]
     streams: bool  # whether the device has streams; else the host waits for results
-    modules: tuple[int, ...] = ()  # the unit of each module, if units have several modules
+    modules: tuple[int, ...] = ()  # the unit of each module; by default those of each unit one after the other
     overlapped: int = 1 << 20  # bytes on CPU that may be gathered further ahead, or be in reduction meanwhile
     furthest: int = 4  # the number of units that may be gathered ahead
-    coalesce_bytes: int = 0  # the most bytes of unsharded parameters that are gathered and reduced together
-    together: tuple[tuple[int, ...], ...] = ()  # for each unit the units that share messages with it, including it
 
     def __post_init__(self) -> None:
-        if not self.together:
-            object.__setattr__(self, "together", _neighbours(self.units, self.coalesce_bytes))
         if not self.modules:
             counted = tuple(u for u, unit in enumerate(self.units) for _ in range(unit.modules))
             object.__setattr__(self, "modules", counted)
-
-
-def _neighbours(units: tuple[UnitSpec, ...], limit: int) -> tuple[tuple[int, ...], ...]:
-    """Runs of consecutive small units of one kin, each run up to the limit of bytes.
-
-    >>> small = UnitSpec("", sizes=Sizes(unsharded=10), kin=0)
-    >>> _neighbours((small, small, small), 20)
-    ((0, 1), (0, 1), (2,))
-    """
-    found: dict[int, tuple[int, ...]] = {i: (i,) for i in range(len(units))}
-    members: list[int] = []
-    for i, unit in enumerate(units):
-        if unit.sizes is None:
-            continue
-        fits = sum(_bytes(units[j]) for j in members) + _bytes(unit) <= limit
-        if not (members and fits and unit.kin >= 0 and unit.kin == units[members[-1]].kin):
-            members = []
-        members.append(i)
-        found.update(dict.fromkeys(members, tuple(members)))
-    return tuple(found[i] for i in range(len(units)))
-
-
-def _bytes(unit: UnitSpec) -> int:
-    return 0 if unit.sizes is None else max(unit.sizes.unsharded, unit.sizes.packed)

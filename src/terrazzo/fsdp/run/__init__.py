@@ -7,6 +7,7 @@ bucket           parameters of one dtype: their shard buffer and their unsharded
 extended         a parameter that is a tensor subclass with hooks for the all-gather
 gradients        from unsharded gradients to sharded ones
 unit             the operations on the parameters of a unit; the planner decides when they run
+forming          which groups are one unit
 streams          streams and marks of an accelerator
 executor         from events to operations, and from operations to calls
 watch            detects ranks that run different modules

@@ -39,24 +39,20 @@ class Bucket:
     """Some parameters of one dtype, sharded on one mesh."""
 
     def __init__(self, params: Sequence[ShardedParameter], settings: Settings) -> None:
-        """Takes the parameters' values from their `unsharded_local`, and creates the sharded parameters."""
+        """Takes the values of parameters that are not sharded yet from their `unsharded_local`, and creates the sharded
+        parameters; or takes those that there are into a buffer of its own."""
         self.params = tuple(params)
         self.settings = settings
         self.equal = False  # whether sections are padded to the same length on CPU too
         self.plan = self.plan_over(settings.mesh.shard, self.params)
-        self.dtype = params[0].unsharded_local.dtype
-        self._attributes = [attributes_of(p.unsharded_local) for p in params]  # type: ignore[arg-type]
-        values = [p.unsharded_local.detach() for p in params]
-        self.shard = self._empty_shard(values[0].device)
         self._epochs_before = 0  # writes to former buffers, and writes that no version counter counts
-        with torch.no_grad():
-            views = self.plan.own_views(self.shard)
-            if not self.is_meta:
-                torch._foreach_copy_(views, self.plan.own_chunks(values))
-        for param, view, attributes in zip(params, views, self._attributes, strict=True):
-            param.make_sharded(view, attributes)
-            param.unsharded_local = view  # releases the original
-        self._remember_shards()
+        values = [p.values.detach() for p in params]
+        self.dtype = values[0].dtype
+        if params[0].sharded is None:
+            for param in params:
+                param.attributes = attributes_of(param.unsharded_local)  # type: ignore[arg-type]
+            values = self.plan.own_chunks(values)
+        self._place(values)
         self._buffer: Tensor | None = None
         # Of the unsharded parameters, when nobody but us had written there.
         self._counted: list[int] = []
@@ -189,8 +185,8 @@ class Bucket:
                 ]
                 self.pieces = self.plan.pieces(locals_)
                 counting = [local.data for local in locals_]  # for autograd gathering again must not count as a write
-            for param, local, attributes in zip(self.params, counting, self._attributes, strict=True):
-                param.make_unsharded(local, attributes)
+            for param, local in zip(self.params, counting, strict=True):
+                param.make_unsharded(local)
             self._places = locals_
             self._remember_writes()
             self._memory = None if self.aliased else ReturnableMemory(self._buffer, self._warning())
@@ -319,6 +315,38 @@ class Bucket:
 
     # ------------------------------------------------------------------ shards that users replaced
 
+    def _place(self, chunks: Sequence[Tensor]) -> None:
+        """Copy this rank's chunks into a new shard buffer, and have the sharded parameters be views of it."""
+        adjacent = None if self.params[0].sharded is None else self._adjacent(chunks)
+        self.shard = self._empty_shard(chunks[0].device) if adjacent is None else adjacent
+        with torch.no_grad():
+            views = self.plan.own_views(self.shard)
+            if adjacent is None and not self.is_meta:
+                torch._foreach_copy_(views, list(chunks))
+            for param, view in zip(self.params, views, strict=True):
+                local = None if param.sharded is None else param.sharded._local
+                if local is not None and local.device == view.device and local.dtype == view.dtype:
+                    local.data = view  # the tensor, which an optimizer may refer to, stays the same object
+                    continue
+                param.make_sharded(view)
+                if local is None:
+                    param.unsharded_local = view  # releases the original
+        self._remember_shards()
+
+    def _adjacent(self, chunks: Sequence[Tensor]) -> Tensor | None:
+        """The memory of chunks that are where they must be already, as in the buffer of a unit that is parted."""
+        first = next((chunk for chunk in chunks if chunk.numel()), chunks[0])
+        storage, start = first.untyped_storage(), first.storage_offset()
+        if (
+            first.device.type == "meta"
+            or not first.numel()
+            or (start + self.plan.own_size) * first.itemsize > storage.nbytes()
+        ):
+            return None
+        found = first.new_empty(0).set_(storage, start, (self.plan.own_size,), (1,))
+        own = zip(chunks, self.plan.own_views(found), strict=True)
+        return found if all(chunk.data_ptr() == view.data_ptr() for chunk, view in own if chunk.numel()) else None
+
     def _empty_shard(self, device: torch.device) -> Tensor:
         if device.type == "meta":
             return torch.empty(self.plan.own_size, dtype=self.dtype, device="meta")
@@ -355,18 +383,7 @@ class Bucket:
         dtype = locals_[0].dtype
         changed, self.dtype = self.dtype is not dtype, dtype
         epoch = self.epoch
-        self.shard = self._empty_shard(locals_[0].device)
-        with torch.no_grad():
-            views = self.plan.own_views(self.shard)
-            if not self.is_meta:
-                torch._foreach_copy_(views, locals_)
-            for param, view, attributes in zip(self.params, views, self._attributes, strict=True):
-                local = param.sharded._local
-                if local.device == view.device and local.dtype == view.dtype:
-                    local.data = view  # the tensor, which an optimizer may refer to, stays the same object
-                else:
-                    param.make_sharded(view, attributes)
-        self._remember_shards()
+        self._place(locals_)
         self._epochs_before += max(0, epoch + 1 - self.epoch)
         if self._buffer is not None and (self.aliased or changed or self.will_alias):
             self._buffer, self.aliased = None, False

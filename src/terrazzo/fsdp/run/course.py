@@ -12,6 +12,7 @@ without a graph (a checkpoint with reentrance), and backward through a backward.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 from terrazzo.fsdp.plan.state import Event
 
@@ -20,10 +21,12 @@ class Course:
     """The events of the backward of one forward, the last first. The outermost module's unit is left at the end of
     backward, so this has no event here."""
 
-    __slots__ = ("events", "left", "root")
+    __slots__ = ("__weakref__", "done", "events", "left", "root", "units")
 
     def __init__(self, root: Any) -> None:
         self.root = root
+        self.units = root.units  # as they were then
+        self.done = False  # whether a backward has run through it
         self.events: list[tuple[Any, ...]] = []
         self.left = 0  # the number of events that the backward that runs has not come to
 
@@ -36,6 +39,11 @@ class Course:
     def left_by(self, unit: int, before: tuple[int, ...]) -> None:
         """The forward of a module of the unit ends; `before` are the units whose forwards ended before."""
         self.events.append((Event.REACH, unit, before))
+
+
+def any_open(courses: WeakSet[Course]) -> bool:
+    """Whether there is a forward whose graph still exists and whose backward has not run."""
+    return any(not each.done for each in courses)
 
 
 # Where in a course an event is; before all others at -1. It is made for every module, so it is a tuple without names.

@@ -21,10 +21,9 @@ from terrazzo.fsdp.plan.operations import FOLLOWING, Buffer, Kind, Operation
 from terrazzo.fsdp.plan.planner import advance
 from terrazzo.fsdp.plan.state import State
 from terrazzo.fsdp.plan.units import Spec
-from terrazzo.fsdp.run.bundle import Bundle
 from terrazzo.fsdp.run.streams import Streams
 from terrazzo.fsdp.run.unit import Unit
-from terrazzo.fsdp.run.watch import Named, Watch
+from terrazzo.fsdp.run.watch import Watch
 
 Call = Callable[[], None]
 
@@ -51,19 +50,20 @@ class _Node:
 class Executor:
     """Runs the operations of one root, and keeps the state of its units."""
 
-    def __init__(
-        self, units: list[Unit], state: State, streams: Streams | None, watch: Watch, watch_replicas: Watch
-    ) -> None:
-        self.units = units
-        self.streams = streams
+    def __init__(self, watch: Watch, watch_replicas: Watch) -> None:
         self.watch, self.watch_replicas = watch, watch_replicas
         self.observers: tuple[Observer, ...] = ()
-        self._bundles: dict[tuple[int, ...], Bundle] = {}
         self._remarked: set[str] = set()  # parameters that were written to in a step, of which users know
         self._epochs: dict[int, int] = {}  # by unit, the epoch that was last reported to observers
         self._nodes: dict[tuple[Spec, tuple[int, ...], State], _Node] = {}
         self._spec: Spec | None = None
         self._order: tuple[int, ...] = ()
+
+    def use(self, units: list[Unit], state: State, streams: Streams | None) -> None:
+        """Use these units, in this state, and these streams from now on. `plan_with` follows."""
+        self._units = {unit.index: unit for unit in units}
+        self.streams = streams
+        self._nodes.clear()
         self._node = _Node(state)
 
     @property
@@ -75,12 +75,6 @@ class Executor:
         """Use this spec and this order of units from now on."""
         self._spec, self._order = spec, order
         self._node = self._node_of(self._node.state)
-
-    def use_streams(self, streams: Streams | None) -> None:
-        """Use these streams from now on."""
-        self.streams = streams
-        self._nodes.clear()
-        self._node = _Node(self._node.state)
 
     def _node_of(self, state: State) -> _Node:
         assert self._spec is not None
@@ -115,7 +109,7 @@ class Executor:
         self._node = found[1]
 
     def _run_observed(self, operations: tuple[Operation, ...]) -> None:
-        for unit in self.units:
+        for unit in self._units.values():
             self._observe_writes(unit)
         for each in operations:
             began = perf_counter()
@@ -123,7 +117,7 @@ class Executor:
             if call is not None:
                 call()
             if each.kind is Kind.GATHER:
-                each = replace(each, epochs=tuple([self.units[unit].gathered_epoch for unit in each.units]))
+                each = replace(each, epoch=self._units[each.unit].gathered_epoch)
             for observer in self.observers:
                 observer.ran(each, began)
 
@@ -138,12 +132,9 @@ class Executor:
 
     def reset(self, *, gradients: bool) -> None:
         """After a failure: reshard everything, and drop running communication."""
-        self._node = self._node_of(State.first(len(self.units)))
+        self._node = self._node_of(State.first(len(self._node.state.where)))
         # Other errors are suppressed: the first one is being raised, and a broken group fails at the next collective.
-        for bundle in self._bundles.values():
-            with suppress(Exception):
-                bundle.discard()
-        for unit in self.units:
+        for unit in self._units.values():
             with suppress(Exception):
                 unit.reset(gradients=gradients)
 
@@ -164,9 +155,7 @@ class Executor:
             return None
         if kind is Kind.SETTLE:
             return self._settle
-        if operation.along:
-            return self._call_of_several(operation)
-        unit = self.units[operation.unit]
+        unit = self._units[operation.unit]
         if kind is Kind.GATHER:
             gather = unit.gather_kept if operation.reads[0].kind == "kept" else unit.gather
             return _noted(gather, self.watch, unit, "unshard")
@@ -205,35 +194,14 @@ class Executor:
             self._remarked |= remark_on_writes(saved, self._remarked)
         call()
 
-    def _call_of_several(self, operation: Operation) -> Call:
-        """The call for an operation on several units together."""
-        bundle = self._bundles.get(operation.units)
-        if bundle is None:
-            bundle = self._bundles[operation.units] = Bundle([self.units[i] for i in operation.units])
-        kind = operation.kind
-        if kind is Kind.GATHER:
-            return _noted(bundle.gather, self.watch, bundle, "unshard")
-        if kind is Kind.REDUCE:
-            return _noted(bundle.reduce, self.watch, bundle, "reduce")
-        if kind is Kind.ALL_REDUCE:
-            return _noted(bundle.all_reduce, self.watch_replicas, bundle, "all-reduce")
-        calls: dict[Kind, Call] = {
-            Kind.COPY_OUT: bundle.copy_out,
-            Kind.PACK: bundle.pack,
-            Kind.RELEASE: bundle.release,
-            Kind.FINISH: bundle.finish,
-            Kind.HAND_OVER: bundle.hand_over,
-        }
-        return calls[kind]
-
     def _settle(self) -> None:
-        for unit in self.units:
+        for unit in self._units.values():
             unit.settle()
 
 
-def _noted(call: Call, watch: Watch, named: Named, what: str) -> Call:
+def _noted(call: Call, watch: Watch, unit: Unit, what: str) -> Call:
     def run() -> None:
-        watch.note(named, what)
+        watch.note(unit, what)
         call()
 
     return run

@@ -49,7 +49,7 @@ class ExtendedBucket(Bucket):
     """A bucket with one such parameter."""
 
     def __init__(self, param: ShardedParameter, settings: Settings) -> None:
-        whole = param.unsharded_local.detach()
+        whole = param.values.detach()
         self.params = (param,)
         self.settings = settings
         self.equal = True
@@ -59,11 +59,11 @@ class ExtendedBucket(Bucket):
         self.pieces = []
         self._check(param, whole)
         self._outer = (torch.Size(param.shape), whole.stride())
-        self._attributes = [_plain_attributes(param.unsharded_local)]
         self._epochs_before = 0
         self.plan = FlatPlan([param.shape], [0], settings.mesh.shard.size, settings.mesh.shard.index, True)
         with torch.no_grad():
-            param.make_sharded(self._own_chunk(whole), self._attributes[0])
+            param.attributes = _plain_attributes(param.unsharded_local)
+            param.make_sharded(self._own_chunk(whole))
         param.unsharded_local = param.sharded._local
         self.shard = param.sharded._local
         self._gather_plan = self.plan
@@ -237,7 +237,7 @@ class ExtendedBucket(Bucket):
                 made, inner = local.fsdp_post_all_gather(tuple(views), self._metadata, dtype)
                 if made.shape != param.shape:
                     made = made.narrow(0, 0, param.shape[0])
-                param.make_unsharded_of(made, self._attributes[0])
+                param.make_unsharded_of(made)
                 self._keep_track(inner)
         self._metadata = None
         self._version = self._writes()

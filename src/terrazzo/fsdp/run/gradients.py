@@ -15,6 +15,7 @@ left for it until these are reduced, on all ranks, whether or not they have such
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -43,25 +44,17 @@ class _Flat:
     plan: FlatPlan
     in_place: InPlace | None  # for reductions directly from the gradients, if possible
 
-    def add(self, chunks: Tensor, counts: Tensor | None, other: _Flat, section: Tensor) -> None:
-        """Add a section with another plan, of which all parameters have room here too, to the chunks and the last
-        elements of one with this plan."""
-        without = section.numel() - other.plan.extra
+    def add(self, section: Tensor, other: _Flat, others: Tensor) -> None:
+        """Add a section with another plan, of which all parameters have room here too, to one with this plan."""
         if other is self:
-            chunks.add_(section[:without])
-            if counts is not None:
-                counts.add_(section[without:])
+            section.add_(others)
             return
-        found = dict(zip(self.params, self.plan.own_views(chunks), strict=True))
-        for param, chunk in zip(other.params, other.plan.own_views(section), strict=True):
+        found = dict(zip(self.params, self.plan.own_views(section), strict=True))
+        for param, chunk in zip(other.params, other.plan.own_views(others), strict=True):
             found[param].add_(chunk)
-        if counts is not None:
-            counts[[self.params.index(param) for param in other.params]] += section[without:]
-
-    def add_section(self, section: Tensor, other: _Flat, others: Tensor) -> None:
-        """`add` to a section of this plan."""
-        without = section.numel() - self.plan.extra
-        self.add(section[:without], section[without:] if self.plan.extra else None, other, others)
+        if self.plan.extra:
+            counts = section[-self.plan.extra :]
+            counts[[self.params.index(param) for param in other.params]] += others[-other.plan.extra :]
 
 
 class Gradients:
@@ -84,10 +77,8 @@ class Gradients:
         self._held: list[Tensor] = []  # inputs of a running all-reduce
         self._missing: list[int] = []  # indices of parameters without a gradient on this rank
         self._division = Division()
-        self._counts: Tensor | None = None  # the section's last elements, if they are in a separate tensor
-        self._reached: tuple[Tensor, Any] | None = (
-            None  # these elements, and the event after which they are on the host
-        )
+        # The section's last elements, and the event after which they are on the host.
+        self._reached: tuple[Tensor, Any] | None = None
         self._copied: Any = None  # the event after which gradients are on the CPU
 
     # ------------------------------------------------------------------ sizes
@@ -218,13 +209,23 @@ class Gradients:
             grads.append(grad)
         return grads
 
+    def take_over(self, former: Sequence[Gradients]) -> None:
+        """Take what others, which had these parameters before, have not reduced yet."""
+        for param in self.bucket.params:
+            for each in former:
+                if param in each._accumulated:
+                    self._accumulated[param] = each._accumulated[param]
+                if param in each._frozen:
+                    self._frozen.add(param)
+                self.waiting = self.waiting or (each.waiting and param in each.bucket.params)
+
     # ------------------------------------------------------------------ with communication
 
     def pack(self) -> None:
         """Copy the gradients into the buffer of the reduction, unless they are reduced in place."""
         if self.plan() is None:
             return
-        wholes, reached = self.collect()
+        wholes, reached = self._collect()
         assert self._flat is not None
         plan = self._flat.plan
         if self._flat.in_place is not None and self.options.usual:
@@ -234,7 +235,7 @@ class Gradients:
         self._packed = empty_to_reduce(self.options, plan.total, self.dtype, mesh.device, self.reduce_axis)
         plan.pack(wholes, self._packed, reached)
 
-    def collect(self) -> tuple[list[Tensor], Tensor | None]:
+    def _collect(self) -> tuple[list[Tensor], Tensor | None]:
         """The gradients of all parameters that have room, zeros for missing ones, and the elements that say which
         exist."""
         grads = self._take()
@@ -262,7 +263,7 @@ class Gradients:
             return
         if self._unpacked is not None and flat.in_place is not None:
             (wholes, reached), self._unpacked = self._unpacked, None
-            division = self.decide(wholes[0], flat.plan)
+            division = self._decide(wholes[0], flat.plan)
             if division.before is not None:
                 wholes = list(torch._foreach_div(wholes, division.before))
             op = division.shards
@@ -271,7 +272,7 @@ class Gradients:
             return
         if packed is None:
             return
-        division = self.decide(packed, flat.plan)
+        division = self._decide(packed, flat.plan)
         if division.before is not None:
             packed.div_(division.before)
         self._pending = comm.reduce(packed, flat.plan, self.reduce_axis, division.shards, self.bucket.tag + 1)
@@ -282,12 +283,7 @@ class Gradients:
         axis = self.bucket.settings.mesh.shard
         return self.options.reduce_axes.get(axis, axis)
 
-    @property
-    def division(self) -> Division:
-        """The division of the last reduction."""
-        return self._division
-
-    def decide(self, like: Tensor, plan: FlatPlan) -> Division:
+    def _decide(self, like: Tensor, plan: FlatPlan) -> Division:
         """Decide how tensors like this with this plan are divided and reduced."""
         mesh, options, axis = self.bucket.settings.mesh, self.options, self.reduce_axis
         ways = ways_to_reduce(options, axis, like)
@@ -297,18 +293,6 @@ class Gradients:
         self._division = division_of(self.dtype, ways, mesh.shard.size, replicas, options.divisor, mesh.sums_already)
         return self._division
 
-    @property
-    def running_plan(self) -> FlatPlan | None:
-        """The flat plan of the reduction that runs."""
-        return None if self._flat is None else self._flat.plan
-
-    def add_partial(self, chunks: Tensor, counts: Tensor | None) -> None:
-        """Add earlier gradients, which were kept for the replicas, to those that are now reduced over the shards."""
-        partial = self._take_partial()
-        if partial is not None:
-            assert self._flat is not None
-            self._flat.add(chunks, counts, *partial)
-
     def _take_partial(self) -> tuple[_Flat, Tensor] | None:
         """The earlier gradients, divided so far as those of the reduction that runs."""
         if self._partial is None:
@@ -317,10 +301,6 @@ class Gradients:
         shards = self.bucket.settings.mesh.shard.size
         before, now = division.divisor_so_far(shards), self._division.divisor_so_far(shards)
         return flat, section if before == now else section.mul_(before / now)
-
-    def receive(self, chunks: Tensor, counts: Tensor | None) -> None:
-        """Take this bucket's part of a joint reduction; `finish` follows."""
-        self._reduced, self._counts = chunks, counts
 
     def wait(self) -> None:
         """Wait for the last collective."""
@@ -339,7 +319,7 @@ class Gradients:
         if partial is not None:
             assert self._flat is not None
             self._held.append(partial[1])
-            self._flat.add_section(self._reduced, *partial)  # in place: this stream must take no memory
+            self._flat.add(self._reduced, *partial)  # in place: this stream must take no memory
         if replicate is not None:
             self._pending = comm.all_reduce(self._reduced, replicate, self._division.replicas)
 
@@ -350,7 +330,7 @@ class Gradients:
             assert self._flat is not None
             partial = self._take_partial()
             if partial is not None:
-                self._flat.add_section(self._reduced, *partial)
+                self._flat.add(self._reduced, *partial)
             self._partial = self._flat, self._reduced, self._division
             self._reduced = self._flat = None
 
@@ -365,8 +345,8 @@ class Gradients:
         if flat is None or reduced is None:
             return
         plan = flat.plan
-        counts, self._counts = self._counts, None
-        if plan.extra and counts is None:
+        counts = None
+        if plan.extra:
             reduced, counts = reduced[: -plan.extra], reduced[-plan.extra :]
         if self._division.after is not None:
             reduced = reduced / self._division.after
@@ -482,19 +462,26 @@ class Gradients:
     def discard(self) -> None:
         """Wait for running communication: other ranks wait for it, and later messages must not match it."""
         pending, self._pending = self._pending, None
-        self._packed = self._unpacked = self._reduced = self._reached = self._counts = self._flat = None
+        self._packed = self._unpacked = self._reduced = self._reached = self._flat = None
         self._held = []
         if pending is not None:
             pending.wait()
 
-    def abandon(self) -> None:
-        """Drop the gradients of a backward that failed."""
-        self._accumulated.clear()
-        self._frozen.clear()
-        self.waiting = False
-        self._partial = None
-        for param in self.bucket.params:
+    def abandon(self, params: set[ShardedParameter]) -> None:
+        """Drop the gradients of these parameters that are not reduced yet."""
+        for param in params.intersection(self.bucket.params):
+            self._accumulated.pop(param, None)
             param.unsharded_local.grad = None
+        if params.issuperset(self.bucket.params):
+            self._frozen.clear()
+            self.waiting = False
+            self._partial = None
+        elif self._partial is not None:
+            flat, section, _ = self._partial
+            for i, (param, chunk) in enumerate(zip(flat.params, flat.plan.own_views(section), strict=True)):
+                if param in params:
+                    chunk.zero_()
+                    section[section.numel() - flat.plan.extra + i] = 0
 
     def settle(self) -> None:
         """Wait until the gradients are copied to the CPU."""

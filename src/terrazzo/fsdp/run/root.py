@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from terrazzo._torch.autograd import at_end_of_backward, functorch_active, in_backward, outside_transforms
@@ -19,19 +20,16 @@ from terrazzo.fsdp.plan.state import Event, Phase, State, Where
 from terrazzo.fsdp.plan.step import Events
 from terrazzo.fsdp.plan.units import Spec, UnitSpec
 from terrazzo.fsdp.run.comm import Collectives, OwnComm
-from terrazzo.fsdp.run.course import Course, Spot
-from terrazzo.fsdp.run.direct import FIRST_TAG
+from terrazzo.fsdp.run.course import Course, Spot, any_open
 from terrazzo.fsdp.run.executor import Executor, streams_for
+from terrazzo.fsdp.run.forming import COALESCE_BYTES, differ, form, part, runs_of
 from terrazzo.fsdp.run.memory import free_memory_aside
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.run.watch import Watch
 
 # The number of roots so far, by process group: each has message tags of its own.
-_roots: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+_roots: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
-
-# The most bytes of unsharded parameters of consecutive small groups that share messages.
-COALESCE_BYTES = 4 << 20
 
 # The most events of a forward and its backward that are kept for `explain`.
 _MOST_EVENTS = 1 << 14
@@ -43,31 +41,27 @@ class Root:
     `tops` are the groups of the outermost modules of these models.
     """
 
-    def __init__(self, groups: Sequence[Group], tops: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[Group], tops: Sequence[Group], number: int) -> None:
         self.groups, self.tops = tuple(groups), tuple(tops)
+        self._number = number  # among the roots of its process group
         device = groups[0].settings.mesh.device
         self.streams = streams_for(device)
         self.device = device
         self._has_replicas = any(group.unit.replicated for group in groups)
-        self.units: list[Unit] = [group.unit for group in groups]
-        mesh = next((unit.settings.mesh for unit in self.units if unit.params), None)
+        mesh = next((group.settings.mesh for group in groups if group.params), None)
         self.watch = Watch(mesh, self.streams)
         self.watch_replicas = Watch(mesh, self.streams, replicas=True)
-        self.positions: dict[nn.Module, int] = {}  # the numbers of modules in events
-        comm = Collectives(lambda: not self.watch.has_agreed)
-        where: list[Where] = []
-        for index, unit in enumerate(self.units):
-            where.append(_where_now(unit))
-            unit.index, unit.waits_at_once = index, self.streams is not None
-            unit.comm = OwnComm(comm, unit.options)
-            for module in unit.modules:
-                self.positions[module] = len(self.positions)
-        state = State.first(len(self.units))
-        state = State(tuple(where), state.phase, state.running)
-        self.executor = Executor(self.units, state, self.streams, self.watch, self.watch_replicas)
+        modules = [module for group in groups for module in group.modules]
+        self.positions = {module: i for i, module in enumerate(modules)}  # the numbers of modules in events
+        self._comm = Collectives(lambda: not self.watch.has_agreed)
+        self.executor = Executor(self.watch, self.watch_replicas)
+        self._use({group.unit: _where_now(group) for group in groups})
         self.is_last_backward = True
         self.records_graph = False  # whether this backward does, for another one to run through
         self.coalesce_bytes = COALESCE_BYTES
+        # What is to be done before the next forward: form all units again, or part those of different settings.
+        self._joins, self._parts = False, True
+        self._courses_made: WeakSet[Course] = WeakSet()  # those of forwards whose graphs exist
         self._entered: list[int] = []  # the units of this forward
         self.course: Course | None = None  # of this forward
         self.reached: set[int] = set()  # the units that this rank's backward has reached
@@ -85,22 +79,93 @@ class Root:
         self._passing: deque[tuple[Any, ...]] = deque(maxlen=_MOST_EVENTS)  # events since the last forward began
         self.passes: dict[int, Events] = {}  # by outermost module, the events of its last forward with a backward
 
+    def unit_at(self, index: int) -> Unit:
+        """The unit of this number."""
+        found: Unit = self.groups[index].unit
+        return found
+
+    def _use(self, units: Mapping[Unit, Where]) -> None:
+        """Have these units from now on, in these states."""
+        numbers = {group: i for i, group in enumerate(self.groups)}
+        state = State.first(len(self.groups))
+        where = list(state.where)
+        for unit, now in units.items():
+            index = numbers[unit.groups[0]]
+            where[index] = now
+            unit.belong_to(self._number, index)
+            unit.waits_at_once = self.streams is not None
+            unit.comm = OwnComm(self._comm, unit.options)
+        self.units = list(units)
+        self.executor.use(self.units, replace(state, where=tuple(where)), self.streams)
+
+    # ------------------------------------------------------------------ which groups share a unit
+
+    def coalesce(self, nbytes: int) -> None:
+        """Units have at most so many bytes of parameters, or one group, from now on, or from the next forward on."""
+        self.coalesce_bytes, self._joins, self._parts = nbytes, True, True
+        self.form_units()
+
+    def form_units(self) -> None:
+        """Form units again, if that is to be done, or part those whose settings differ now.
+
+        Units get new memory for unsharded parameters, so it is done between steps, when no graph refers to what they
+        had. Groups that were parted stay so, until `coalesce` is called.
+        """
+        if not self._parts or not self._is_idle or self._in_backward:
+            return
+        many = [self.groups] if self._joins else [unit.groups for unit in self.units]
+        runs = [run for groups in many for run in runs_of(groups, self.coalesce_bytes)]
+        former = [unit for unit in self.units if unit.groups not in runs]
+        if former and (any_open(self._courses_made) or self._holds_gradients(former)):
+            return
+        for unit in former:
+            if self.state.where[unit.index] is not Where.SHARDED:
+                self.reshard(unit)
+            self._changed |= unit.adopt(unit.replaced())
+        if len({param.values.device.type for unit in former for param in unit.params}) > 1:
+            return  # only some are materialised
+        self._joins = self._parts = False
+        if not former:
+            return
+        with torch.inference_mode(False):
+            units = form(runs)
+        self._use({unit: self.state.where[unit.index] if unit in self.units else Where.SHARDED for unit in units})
+        self._orders.clear()
+        self.passes.clear()
+        self._order, self._changed = (), True
+
+    def _holds_gradients(self, units: Sequence[Unit]) -> bool:
+        """Whether there are reductions of these units that have begun and not ended."""
+        running = {one.unit for one in self.state.reducing}
+        return any(unit.index in running or unit.has_partial() for unit in units)
+
+    def _check_units(self) -> None:
+        """Raise if groups of a unit must be reduced in different ways."""
+        for unit in self.units:
+            if differ(unit.groups):
+                self._courses_made.clear()  # nobody runs backward through these again
+                names = ", ".join(repr(group.name) for group in unit.groups[:3])
+                raise FSDPError(
+                    f"rank {dist.get_rank()}: settings of one of the modules {names}{', ...' * (len(unit.groups) > 3)} "
+                    "were changed between a forward and its backward, but these small modules are gathered and "
+                    "reduced in one message: change settings before forward, or call set_coalesce_bytes(0) on the model"
+                )
+
     # ------------------------------------------------------------------ the planner's input
 
     def changed(self) -> None:
-        """Called when a setting has changed: plans must be made again."""
-        self._changed = True
+        """Called when a setting has changed: plans must be made again, and perhaps units."""
+        self._changed = self._parts = True
 
     def spec(self) -> Spec:
         """The input of the planner."""
-        kins: dict[object, int] = {None: -1}
-        return Spec(
-            tuple(self._unit_spec(unit, kins.setdefault(unit.kin, len(kins))) for unit in self.units),
-            self.streams is not None,
-            coalesce_bytes=self.coalesce_bytes,
-        )
+        units = [UnitSpec(group.name, modules=0) for group in self.groups]
+        for unit in self.units:
+            units[unit.index] = self._unit_spec(unit)
+        modules = tuple([group.unit.index for group in self.groups for _ in group.modules])
+        return Spec(tuple(units), self.streams is not None, modules)
 
-    def _unit_spec(self, unit: Unit, kin: int) -> UnitSpec:
+    def _unit_spec(self, unit: Unit) -> UnitSpec:
         group = unit.groups[0]
         return UnitSpec(
             name=unit.name,
@@ -117,10 +182,10 @@ class Root:
             unshard_in_backward=group.unshard_in_backward,
             gradient_sync=group.gradient_sync,
             all_reduce=group.options.all_reduce,
-            forward_prefetch=_units_of(group.forward_prefetch),
-            backward_prefetch=_units_of(group.backward_prefetch),
+            forward_prefetch=_units_of([each.forward_prefetch for each in unit.groups]),
+            backward_prefetch=_units_of([each.backward_prefetch for each in unit.groups]),
             reduce_buffers=group.options.reduce_buffers,
-            kin=kin,
+            groups=tuple([i for i, each in enumerate(self.groups) if each.unit is unit]),
         )
 
     @property
@@ -169,11 +234,11 @@ class Root:
         if not inside:  # or inside the backward of another computation, which may be all that ever runs this model
             self._begin_step(module)
         where = self.state.where
-        replaced = [unit.replaced() for unit in self.units]
+        replaced = {unit: unit.replaced() for unit in self.units}
         written = self._written(replaced)
         self.advance((Event.FORWARD, module, inside, written))
         try:
-            for unit, found in zip(self.units, replaced, strict=True):
+            for unit, found in replaced.items():
                 if unit.params and (found or where[unit.index] is Where.SHARDED or unit.index in written):
                     self._changed |= unit.adopt(found)
                 else:
@@ -188,10 +253,12 @@ class Root:
         if self._backward_ended:
             self._backward_ended = False
             self._ran.clear()
-        self._passing.clear()
         if self._in_backward:
             self.recover()
+        self.form_units()
+        self._passing.clear()
         self.course = Course(self)
+        self._courses_made.add(self.course)
         self.settle()
         self._expect(self._orders.get(module, ()))
 
@@ -208,8 +275,9 @@ class Root:
         `parameters()` too. The others stay in memory, so nothing has to be gathered again unless shards are written
         to.
         """
-        for unit, where in zip(self.units, self.state.where, strict=True):
-            if where in (Where.UNSHARDED, Where.INNER) and wanted(unit):
+        where = self.state.where
+        for unit in self.units:
+            if where[unit.index] in (Where.UNSHARDED, Where.INNER) and wanted(unit):
                 unit.rest()
 
     def before_step(self, ids: Set[int]) -> None:
@@ -219,8 +287,9 @@ class Root:
         self.settle()
         if any(id(param.sharded) in ids for unit in self.units for param in unit.params):
             self._gradients_wait = False
-        for unit, where in zip(self.units, self.state.where, strict=True):
-            if where is Where.UNSHARDED:
+        where = self.state.where
+        for unit in self.units:
+            if where[unit.index] is Where.UNSHARDED:
                 unit.save_writes()
             if unit.groups[0].gradient_sync and self.is_last_backward and not unit.waiting:
                 remark_on_unsharded_gradients([p.name for p in unit.with_own_gradients() if id(p.sharded) in ids])
@@ -236,14 +305,15 @@ class Root:
     def _is_idle(self) -> bool:
         return self.state.outermost < 0 and not self.state.in_backward
 
-    def _written(self, replaced: Sequence[object]) -> tuple[int, ...]:
+    def _written(self, replaced: Mapping[Unit, object]) -> tuple[int, ...]:
         """Units that are not sharded, and whose shards some rank has written since they were gathered."""
-        kept = [unit for unit in self.units if self.state.where[unit.index] is not Where.SHARDED and unit.params]
+        where = self.state.where
+        kept = [unit for unit in self.units if where[unit.index] is not Where.SHARDED and unit.params]
         if not kept:
             return ()
         for unit in kept:
             unit.save_writes()
-        flags = self.watch.agree([bool(replaced[unit.index]) or unit.was_written() for unit in kept])
+        flags = self.watch.agree([bool(replaced[unit]) or unit.was_written() for unit in kept])
         return tuple([unit.index for unit, flag in zip(kept, flags, strict=True) if flag])
 
     def _expect(self, order: tuple[int, ...]) -> None:
@@ -289,6 +359,8 @@ class Root:
 
     def begin_backward(self) -> None:
         """Called once per backward."""
+        if self._parts:
+            self._check_units()
         self._in_backward = True
         self._show_unsharded()
         self.settle()
@@ -313,6 +385,12 @@ class Root:
         """Called when backward comes to another forward."""
         if course.root is not self:  # the module has another root now
             course.left = 0
+        elif course.units is not self.units:
+            raise FSDPError(
+                f"rank {dist.get_rank()}: a second backward ran through a forward after which settings of some modules "
+                "had been changed, so that these are gathered in other messages now: change settings after the last "
+                "backward, or call set_coalesce_bytes(0) on the model"
+            )
         elif course not in self._courses:
             for each in self._courses:  # later forwards, through which backward has run
                 self._follow(each)
@@ -326,7 +404,7 @@ class Root:
             kind, unit, *more = course.events[course.left]
             phase = self.state.phase[unit]
             if kind is Event.REACH and phase is Phase.IDLE:
-                if unit not in self.reached and self.units[unit].with_own_gradients():
+                if unit not in self.reached and self.unit_at(unit).with_own_gradients():
                     self.look_for_unnoticed(unit)
                 self._reach(unit, *more)
             elif kind is Event.REACH_END and phase is Phase.BACKWARD:
@@ -335,9 +413,12 @@ class Root:
 
     def reach(self, unit: int, before: tuple[int, ...]) -> None:
         """Called when backward reaches a unit; `before` are the units that ran before it, the latest first."""
-        self.reached.add(unit)
         if self.state.phase[unit] is not Phase.BACKWARD:
+            known = self.groups[unit].unit
+            if len(known.modules) > 1 and unit not in self.reached and known.with_own_gradients():
+                self.look_for_unnoticed(unit)  # of another of its modules
             self._reach(unit, before)
+        self.reached.add(unit)
 
     def _reach(self, unit: int, before: tuple[int, ...]) -> None:
         self.advance_without_graph((Event.REACH, unit, before))
@@ -357,6 +438,7 @@ class Root:
     def _end_backward(self) -> None:
         for course in self._courses:
             self._follow(course)
+            course.done = True
         self._courses = []
         self._in_backward = False
         with_gradients = tuple(
@@ -409,7 +491,7 @@ class Root:
 
         Freed parameters read as NaN. Where they were about to be received in place, they may read as anything.
         """
-        unit, where = self.units[index], self.state.where[index]
+        unit, where = self.unit_at(index), self.state.where[index]
         if unit.waiting or unit.has_partial() or unit.aliased or where is Where.UNSHARDED:
             return
         arriving = where is Where.GATHERING and unit.in_place
@@ -420,7 +502,7 @@ class Root:
         """Whether a unit has gradients from an earlier backward that must be reduced over the replicas now."""
         if not (self._has_replicas and unit.options.all_reduce and unit.has_partial()):
             return False
-        return not any(unit.index in one.units for one in self.state.reducing)
+        return not any(unit.index == one.unit for one in self.state.reducing)
 
     @torch.no_grad()
     def reduce_now(self) -> None:
@@ -442,13 +524,18 @@ class Root:
     def share_streams_of(self, other: Root) -> None:
         """Communicate on the streams of another root."""
         self.streams = self.watch.streams = self.watch_replicas.streams = other.streams
-        self.executor.use_streams(other.streams)
+        self.executor.use(self.units, self.state, other.streams)
+        self._changed = True
 
     # ------------------------------------------------------------------ called by users
 
-    def unshard(self, unit: Unit) -> None:
-        """Start to gather a unit."""
+    def unshard(self, group: Group) -> None:
+        """Start to gather a group; between steps without others."""
         at_rest = self._is_idle
+        if at_rest and len(group.unit.groups) > 1 and not self._courses_made:
+            group.apart = self._parts = True
+            self.form_units()
+        unit: Unit = group.unit
         if unit.params and at_rest:
             self.follow(unit)
         self.advance((Event.UNSHARD, unit.index, at_rest))
@@ -474,14 +561,15 @@ class Root:
             self._changed |= unit.adopt(found, partly=partly)
 
 
-def _units_of(groups: list[Group] | None) -> tuple[int, ...] | None:
-    return None if groups is None else tuple(group.unit.index for group in groups)
+def _units_of(groups: Sequence[list[Group] | None]) -> tuple[int, ...] | None:
+    """The units of all these groups; None if there are no lists."""
+    known = [each for each in groups if each is not None]
+    return tuple(dict.fromkeys(group.unit.index for each in known for group in each)) if known else None
 
 
-def _where_now(unit: Unit) -> Where:
-    """The state of a unit's parameters, which a former root may have left unsharded."""
-    former = unit.groups[0].root
-    return Where.SHARDED if former is None else former.state.where[unit.index]
+def _where_now(group: Group) -> Where:
+    """The state of a group's parameters, which a former root may have left unsharded."""
+    return Where.SHARDED if group.root is None else group.root.state.where[group.unit.index]
 
 
 def root_of(group: Group) -> Root:
@@ -502,7 +590,7 @@ def _become_root(group: Group) -> Root:
         found = group_of(inner)
         if found is not None:
             if id(found) not in groups:
-                found.name = found.unit.name = name or type(module).__mro__[2].__name__  # the original class's name
+                found.name = name or type(module).__mro__[2].__name__  # the original class's name
             groups[id(found)] = found
     own = list(groups.values())
     formers = _roots_of(own)
@@ -516,24 +604,25 @@ def _become_root(group: Group) -> Root:
         known = by_face.get(id(parameter))
         if known is not None:
             known.name = name
-    root = Root(members, tops)
-    note_model(root)
     process_group, number = group.settings.mesh.shard.group, 0
     if process_group is not None:
         number = _roots.get(process_group, 0)
         _roots[process_group] = number + 1
-    for unit in root.units:
-        for i, bucket in enumerate(unit.buckets):
-            bucket.tag = FIRST_TAG + number % 4096 * (1 << 17) + unit.index % (1 << 13) * 16 + i % 8 * 2
-        for param in unit.params:
-            param.explain()
+    for unit in dict.fromkeys(each.unit for each in members):  # other groups of theirs have another root, or none yet
+        part(unit, lambda each: each in members)
+    root = Root(members, tops, number)
+    note_model(root)
+    for former in formers:
+        former.units = []
     for each in members:
+        for param in each.params:
+            param.explain()
         each.root = root
         if each.auto_reshard:  # backward would gather the root's parameters again at once
             each.reshard_after_forward = each not in tops
-    holding = [each.unit for each in own if each.params]
+    holding = [each for each in own if each.params]
     if len(holding) == 1 and holding[0].settings.mesh.size > 1:
-        remark_on_single_group(module, holding[0].sizes().unsharded)
+        remark_on_single_group(module, holding[0].unit.sizes().unsharded)
     return root
 
 

@@ -1,4 +1,4 @@
-"""A unit: groups whose parameters are gathered and reduced together, and the operations on them.
+"""A unit: groups that are gathered and reduced in one message for each dtype, and the operations on them.
 
 The planner keeps its state and decides when operations run.
 """
@@ -26,6 +26,7 @@ from terrazzo.fsdp.parameter import ShardedParameter, mark_replaced, unmark_repl
 from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Collectives, Comm
+from terrazzo.fsdp.run.direct import FIRST_TAG
 from terrazzo.fsdp.run.extended import ExtendedBucket, is_extended
 from terrazzo.fsdp.run.gradients import Gradients
 from terrazzo.fsdp.run.kept import Kept, kept_bytes, kept_moves
@@ -44,28 +45,13 @@ class Unit:
         self.settings, self.options, self.inner = first.settings, first.options, first.inner
         self.modules = tuple(module for group in groups for module in group.modules)
         self.params = tuple(param for group in groups for param in group.params)
-        self.name = ""
-        self.index = 0  # its number among the units of the root
+        self.name = first.name  # for messages, when it has a root
+        self.index = 0  # the number of its first group among those of the root
+        self._first_tag = FIRST_TAG
         self.comm: Comm = Collectives()
         self.waits_at_once = False  # whether to wait on the stream where a collective was started, not where it is used
-        alike: dict[tuple[DataMesh, torch.dtype], list[ShardedParameter]] = {}
-        settings = {param.mesh: self._settings_on(param.mesh) for param in self.params}
-        extended = [param for param in self.params if is_extended(param.unsharded_local)]
-        for param in self.params:
-            if param not in extended:
-                alike.setdefault((param.mesh, param.unsharded_local.dtype), []).append(param)
-        self.buckets: tuple[Bucket, ...] = (
-            *(Bucket(members, settings[mesh]) for (mesh, _), members in alike.items()),
-            *(ExtendedBucket(param, settings[param.mesh]) for param in extended),
-        )
-        self._extended = bool(extended)
-        for param in extended:
-            if param.mesh in self.inner:
-                raise FSDPError(
-                    f"parameter {param.name!r} is a {type(param.sharded._local).__name__}, which cannot be kept over "
-                    "some of the ranks: use reshard_after_forward=True or False"
-                )
-        self.gradients = tuple(Gradients(bucket, self.options) for bucket in self.buckets)
+        former = {group.unit: None for group in groups if group.unit is not None}
+        self._arrange([gradients for unit in former for gradients in unit.gradients])
         self._pending: list[Pending[Tensor]] = []
         self.gathered_epoch = -1  # the shards' epoch at the last gather
         self._saved_epoch = -1  # after writes to the unsharded parameters were last copied to the shards
@@ -82,6 +68,44 @@ class Unit:
         self._register(self._sharded)
         for group in groups:
             group.unit = self
+
+    def _arrange(self, former: Sequence[Gradients]) -> None:
+        """Put the parameters of each mesh and dtype into a bucket, with what `former` have accumulated for them."""
+        alike: dict[tuple[DataMesh, torch.dtype, str], list[ShardedParameter]] = {}
+        # The groups' meshes are equal, though not the same objects; some parameters may have another one.
+        meshes = {group.settings.mesh: self.settings.mesh for group in self.groups}
+        extended = [param for param in self.params if is_extended(param.values)]
+        for param in self.params:
+            if param not in extended:
+                mesh, values = meshes.get(param.mesh, param.mesh), param.values
+                alike.setdefault((mesh, values.dtype, values.device.type), []).append(param)
+        self.buckets: tuple[Bucket, ...] = (
+            *(Bucket(members, self._settings_on(mesh)) for (mesh, _, _), members in alike.items()),
+            *(ExtendedBucket(param, self._settings_on(param.mesh)) for param in extended),
+        )
+        self._extended = bool(extended)
+        for param in extended:
+            if param.mesh in self.inner:
+                raise FSDPError(
+                    f"parameter {param.name!r} is a {type(param.sharded._local).__name__}, which cannot be kept over "
+                    "some of the ranks: use reshard_after_forward=True or False"
+                )
+        self.gradients = tuple(Gradients(bucket, self.options) for bucket in self.buckets)
+        for gradients in self.gradients:
+            gradients.take_over(former)
+        self._set_tags()
+
+    def belong_to(self, root: int, index: int) -> None:
+        """Take the number of the root, and its own place there."""
+        more = len(self.groups) - 1
+        self.name = f"{self.groups[0].name} and {more} more" if more else self.groups[0].name
+        self.index = index
+        self._first_tag = FIRST_TAG + root % 4096 * (1 << 17) + index % (1 << 13) * 16
+        self._set_tags()
+
+    def _set_tags(self) -> None:
+        for i, bucket in enumerate(self.buckets):
+            bucket.tag = self._first_tag + i % 8 * 2
 
     def _settings_on(self, mesh: DataMesh) -> Settings:
         """The unit's settings with another mesh, for parameters that have one of their own."""
@@ -116,25 +140,8 @@ class Unit:
         return all(gradients.alone for gradients in self.gradients)
 
     @property
-    def kin(self) -> tuple[object, ...] | None:
-        """Units with equal values may share messages; None: this unit shares with none."""
-        mesh, options = self.settings.mesh, self.options
-        own = (options.all_gather, options.reduce_scatter, options.hook, options.staging)
-        waits = mesh.replicate is not None and not options.all_reduce
-        if not self.params or self._extended or mesh.shard.size == 1 or self.inner or waits:
-            return None
-        several = any(bucket.settings is not self.settings for bucket in self.buckets)
-        if several or any(each is not None for each in own) or options.reduce_axes:
-            return None
-        # By process group, because every mesh["dp"] is a new mesh object.
-        axes = [(axis.ranks, id(axis.group)) for axis in (mesh.shard, mesh.replicate) if axis is not None]
-        precision, offload = self.settings.precision, self.settings.offload
-        divided = (mesh.sums_already, options.divisor, options.force_sum)
-        return (*axes, *divided, precision, offload, options.reduce_buffers)
-
-    @property
     def in_place(self) -> bool:
-        """Whether it is gathered directly into the unsharded parameters, when it is gathered alone."""
+        """Whether it is gathered directly into the unsharded parameters."""
         if self._extended or not self.buckets or not self.options.usual:
             return False
         return all(bucket.in_place() is not None for bucket in self.buckets)
@@ -214,17 +221,21 @@ class Unit:
                 self._adopt_one(self.params[i], found, partly)
             self._note_replaced()
             self._register(self._sharded)
-        changed = False
-        for bucket in self.buckets:
-            if replaced or not bucket.shards_intact():
-                self._prepared = False
-                if partly and not self._is_alike(bucket):
-                    continue
+        found = [bucket for bucket in self.buckets if replaced or not bucket.shards_intact()]
+        if found:
+            self._prepared = False
+            found = [bucket for bucket in found if not partly or self._is_alike(bucket.params)]
+            for bucket in found:
                 for param in bucket.params:
                     param.place_again()
-                self._check_alike(bucket)
-                bucket.rebuild()
-                changed = True
+                for group in self.groups:
+                    self._check_alike([param for param in bucket.params if param in group.params], bucket.settings)
+            if all(self._is_alike(bucket.params) for bucket in found):
+                for bucket in found:
+                    bucket.rebuild()
+            else:  # one of the groups has another dtype now
+                self._arrange(self.gradients)
+        changed = bool(found)
         changed |= self.follow_flags()
         if not self._prepared and not partly:
             self._prepare()
@@ -308,13 +319,16 @@ class Unit:
             )
         param.sharded = found
 
-    def _is_alike(self, bucket: Bucket) -> bool:
-        return len({(p.sharded._local.device.type, p.sharded._local.dtype) for p in bucket.params}) == 1
+    def _is_alike(self, params: Sequence[ShardedParameter]) -> bool:
+        return len({(p.sharded._local.device.type, p.sharded._local.dtype) for p in params}) == 1
 
-    def _check_alike(self, bucket: Bucket) -> None:
-        locals_ = [(p.name, p.sharded._local) for p in bucket.params]
+    def _check_alike(self, params: Sequence[ShardedParameter], settings: Settings) -> None:
+        """Raise if parameters of one group and one dtype are not alike any more, or not where they must be."""
+        if not params:
+            return
+        locals_ = [(p.name, p.sharded._local) for p in params]
         first = locals_[0]
-        if not self._is_alike(bucket):
+        if not self._is_alike(params):
             name, other = next(
                 (n, x) for n, x in locals_ if (x.device.type, x.dtype) != (first[1].device.type, first[1].dtype)
             )
@@ -322,7 +336,7 @@ class Unit:
                 f"parameters of one group must be alike, but {first[0]!r} is {first[1].dtype} on {first[1].device}, "
                 f"and {name!r} is {other.dtype} on {other.device}: move or materialise all of them"
             )
-        rest = bucket.settings.rest_device
+        rest = settings.rest_device
         device = first[1].device
         if device.type not in (rest.type, "meta"):
             raise FSDPError(
@@ -377,20 +391,16 @@ class Unit:
     def gather(self) -> None:
         """Start to gather the shards of all ranks."""
         self.check_ready()
-        self.note_gather()
-        if self.in_place:
-            self._pending = [bucket.gather_in_place() for bucket in self.buckets]
-            return
-        self._pending = [self._begin(bucket) for bucket in self.buckets if not bucket.aliased]
-        self._wait_if_at_once()
-
-    def note_gather(self) -> None:
-        """Note what is gathered now."""
         before, self.gathered_epoch = self.gathered_epoch, self.epoch
         if before != self.gathered_epoch:
             for bucket in self.buckets:
                 if not bucket.aliased:
                     bucket.count_new_values()
+        if self.in_place:
+            self._pending = [bucket.gather_in_place() for bucket in self.buckets]
+            return
+        self._pending = [self._begin(bucket) for bucket in self.buckets if not bucket.aliased]
+        self._wait_if_at_once()
 
     def gather_kept(self) -> None:
         """Start to gather the kept parts over smaller meshes, and the shards of parameters without one."""
@@ -527,6 +537,11 @@ class Unit:
         """Whether there are gradients that are reduced over the shards, and not yet over the replicas."""
         return self.replicated and any(gradients.has_partial for gradients in self.gradients)
 
+    def abandon(self, group: Group) -> None:
+        """Drop the gradients of a group that are not reduced yet."""
+        for gradients in self.gradients:
+            gradients.abandon(set(group.params))
+
     def accumulate(self) -> None:
         for gradients in self.gradients:
             gradients.accumulate()
@@ -578,7 +593,7 @@ class Unit:
                     also_if_one_raises.callback(bucket.put_back)
             for each in self.gradients:
                 if gradients:
-                    also_if_one_raises.callback(each.abandon)
+                    also_if_one_raises.callback(each.abandon, set(self.params))
                 also_if_one_raises.callback(each.discard)
             also_if_one_raises.callback(self.discard)
 

@@ -48,7 +48,7 @@ _MOST_OPEN = 4  # comparisons whose result the host has not seen: those of two s
 
 
 class Named(Protocol):
-    """A unit or a bundle of units."""
+    """A unit."""
 
     @property
     def name(self) -> str:
