@@ -291,7 +291,18 @@ def check_abort() -> None:
             torch.accelerator.synchronize()
 
 
-@pytest.mark.parametrize("check", [check_wait_with_a_limit, check_abort])
+def check_a_wait_for_nothing() -> None:
+    """The other rank never comes, and the group's limit is far away."""
+    late.schedule("needed", hang_s=1)
+    late.init_process_group(timeout=timedelta(seconds=1000))
+    if dist.get_rank() == 0:
+        x = torch.ones(4, device="late:0")
+        dist.all_reduce(x)
+        with pytest.raises(RuntimeError, match=r"(?s)nothing has run for 1 s; the streams are at:.*all_reduce"):
+            x.cpu()
+
+
+@pytest.mark.parametrize("check", [check_wait_with_a_limit, check_abort, check_a_wait_for_nothing])
 def test_a_wait_ends_by_its_limit_or_an_abort(check):
     outcome, _ = run_fresh(2, check, awaited=[0], timeout=60)
     assert outcome.ok, str(outcome)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import pickle
+import tempfile
 
 import pytest
 import torch
@@ -223,6 +226,41 @@ def test_reports():
         check_each_pair_of_lines_is_reported_once,
         check_an_error_of_the_program_is_kept,
     )
+
+
+def check_system_calls(device):
+    """They return an error, and nothing is reported: the program is told at once."""
+    x, here = torch.ones(64, device=device), torch.empty(64, pin_memory=True)
+    libc = ctypes.CDLL(None, use_errno=True)
+    with tempfile.TemporaryFile() as file:
+        here.copy_(x, non_blocking=True)
+        with pytest.raises(OSError) as raised:
+            os.write(file.fileno(), here.numpy())
+        assert raised.value.errno == errno.EFAULT and "Bad address" in str(raised.value)
+        torch.accelerator.synchronize()
+        assert os.write(file.fileno(), here.numpy()) == 256
+        assert libc.write(file.fileno(), ctypes.c_void_p(x.data_ptr()), 8) == -1
+        assert ctypes.get_errno() == errno.EFAULT
+
+
+def test_system_calls_with_protected_memory_fail():
+    run_late(1, check_system_calls, modes=late.MODES)
+
+
+def check_a_decorated_function_is_checked_at_each_call(device):
+    @late.checked("needed")
+    def racing():
+        x = torch.ones(3, device=device)
+        with torch.late.stream(side_stream(device)):
+            x.mul_(2)
+
+    for _ in range(2):
+        with pytest.raises(RaceError):
+            racing()
+
+
+def test_a_decorated_function():
+    run_late(1, check_a_decorated_function_is_checked_at_each_call)
 
 
 # ------------------------------------------------------------------ what is no race
