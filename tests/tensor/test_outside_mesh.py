@@ -76,6 +76,12 @@ def kind(value):
     return (type(value).__name__, [kind(v) for v in value]) if isinstance(value, (list, tuple)) else repr(value)
 
 
+def written(x, index, value):
+    target = x.detach().clone()
+    target[index] = value
+    return target
+
+
 CALLS = {
     "half": lambda x: x.half(),
     "double": lambda x: x.to(torch.float64),
@@ -101,6 +107,12 @@ CALLS = {
     "in place": lambda x: x.detach().clone().mul_(x),
     "in place, reshaped": lambda x: x.detach().clone().t_(),
     "in place, by a flag": lambda x: F.relu(x.clone(), inplace=True),
+    "variance": lambda x: x.var(),
+    "deviation": lambda x: torch.std_mean(x, 1),
+    "written where a mask is": lambda x: written(x, x > 0, 1.0),
+    "a value with a graph where a mask is": lambda x: written(x, x > 0, x.sum()),
+    "a written row": lambda x: written(x, 0, x[1]),
+    "written columns": lambda x: written(x, (slice(None), slice(1, 3)), x[:, 1:]),
     "no graph": lambda x: torch.no_grad()(lambda: x * 2)(),
     "autocast": lambda x: torch.autocast("cpu", torch.bfloat16)(lambda: F.linear(x, x))(),
 }
@@ -109,6 +121,8 @@ CALLS = {
 VALUES = {
     "nonzero": lambda x, cuts, number: x.nonzero(),
     "max": lambda x, cuts, number: x.max(0),
+    "argmax": lambda x, cuts, number: x.t().argmax(1),
+    "argmin": lambda x, cuts, number: x.argmin(),
     "mask": lambda x, cuts, number: x[x > 0],
     "cuts": lambda x, cuts, number: x.tensor_split(cuts),
     "start": lambda x, cuts, number: x.narrow(0, number, 1),
@@ -117,6 +131,21 @@ VALUES = {
     "bound in a tuple": lambda x, cuts, number: x[:, None, :number],
 }
 """What needs values, or communicates."""
+
+WRONG = {
+    "shape in place": lambda x: x.detach().clone()[0].add_(x),
+    "shape of a matrix in place": lambda x: x.detach().clone().addmm_(x, x.t()),
+    "shape of a product in place": lambda x: x.detach().sum().addr_(x.detach().sum(0), x.detach().sum(0)),
+    "kind in place": lambda x: x.long().cos_(),
+    "kind of a quotient in place": lambda x: x.long().div_(x),
+    "leaf": lambda x: x.mul_(2),
+    "leaf where a mask is": lambda x: x.__setitem__(x > 0, 1.0),
+    "shape of a value": lambda x: written(x, 0, x[:, 0]),
+    "shape of a value for a slice": lambda x: written(x, slice(0, 2), x),
+    "shape of a mask": lambda x: written(x, (x > 0)[:3], 1.0),
+    "bound": lambda x: written(x, 99, 1.0),
+}
+"""What raises whatever the values are."""
 
 
 def check_kinds():
@@ -128,6 +157,9 @@ def check_kinds():
             for _ in range(2):  # the second time from the cached route
                 dist.all_gather_object(seen, kind(call(x)))
                 assert all(s == seen[0] for s in seen), (name, placements, seen)
+        for name, call in WRONG.items():
+            with pytest.raises((RuntimeError, IndexError)):
+                pytest.fail(f"{name} gave {kind(call(x))} where x is {placements}")
     x = ours.distribute_tensor(torch.rand(8, 3), mesh, [ours.Shard(0)])
     cuts, number = (ours.distribute_tensor(torch.tensor(v), mesh, [ours.Replicate()]) for v in ([1, 3], 2))
     if dist.get_rank() in (1, 3):  # these need values, or communicate

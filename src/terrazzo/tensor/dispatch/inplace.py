@@ -61,7 +61,10 @@ def run_in_place(
             become(target, getattr(torch.Tensor, call.name)(*args, **kwargs))
         return target
     if target._layout.coord is None:
-        return in_place_outside_mesh(call, args, kwargs)
+        spec = apply_rule(call)
+        if spec is not None and len(spec.outs) == 1:
+            _check_shape(spec.shapes[0], target)
+        return in_place_outside_mesh(call, args, loc, kw, kwargs)
     if call.name == "resize_as" and isinstance(args[1], DTensor) and args[1].numel() == target.numel():
         become(target, cast(DTensor, target.reshape(args[1].shape)))
         return target
@@ -113,13 +116,17 @@ def _functional(call: Call) -> Any:
     return None
 
 
+def _check_shape(shape: Sequence[int], target: DTensor) -> None:
+    """Raise unless a result of this shape can be written to the target."""
+    if tuple(shape) != tuple(target.shape):
+        raise DTensorError(
+            f"the result has shape {tuple(shape)} and cannot be written to a tensor of shape {tuple(target.shape)}"
+        )
+
+
 def write(target: DTensor, value: DTensor) -> None:
     """Copy `value` over `target`, in `target`'s layout; differentiable."""
-    if value.shape != target.shape:
-        raise DTensorError(
-            f"the result has shape {tuple(value.shape)} and cannot be written to a tensor of shape "
-            f"{tuple(target.shape)}"
-        )
+    _check_shape(value.shape, target)
     if not torch.can_cast(value.dtype, target.dtype):
         raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
     check_no_overlap(target._local, target._layout.shape)  # before communicating: some ranks have nothing to write

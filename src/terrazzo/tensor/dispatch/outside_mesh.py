@@ -7,8 +7,10 @@ operation runs on tensors of the global shapes without data. Only results that d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
 
@@ -20,6 +22,8 @@ from terrazzo.tensor.dispatch.spec import Call, Operand
 from terrazzo.tensor.dispatch.structure import get_at, map_tensors, of_one_element, put_at
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.strides import note_strides, strides_in_memory
+
+_LOGGER: Final = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def route_outside_mesh(call: Call, plan: CallPlan) -> Route:
@@ -46,8 +50,19 @@ def replicated_outside_mesh(call: Call, args: Sequence[Any], loc: list[Any], kw:
     return _results(call.name, call.func, call.operands, None, args, loc, kw, kwargs)
 
 
-def in_place_outside_mesh(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The first argument, which requires a gradient from now on if an operand does."""
+def in_place_outside_mesh(
+    call: Call, args: Sequence[Any], loc: Sequence[Any], kw: Mapping[str, Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """The first argument, which requires a gradient from now on if an operand does.
+
+    What raises without knowing the values (shapes, dtypes, bounds) raises here, too.
+    """
+    from terrazzo._torch.graphs import NEEDS_SHAPE, NEEDS_VALUE, NO_FAKE
+
+    try:
+        _on_fakes(call.func, call.operands, loc, kw)
+    except (NEEDS_SHAPE, NEEDS_VALUE, NO_FAKE):
+        pass
     target: DTensor = args[0]
     sources = [o for o in map(_local_at(args, kwargs), call.operands[1:]) if o.requires_grad]
     differentiates = target._local.is_floating_point() or target._local.is_complex()
@@ -111,23 +126,40 @@ def _without_data(
     func: Any, operands: Sequence[Operand], loc: Sequence[Any], kw: Mapping[str, Any]
 ) -> tuple[Any, list[torch.Tensor]]:
     """The result for tensors of the global shapes without data, and these; None if it depends on values."""
+    try:
+        return _on_fakes(func, operands, loc, kw)
+    except Exception:  # whatever it is: other errors than of missing values the ranks of the mesh raise, too
+        return None, []
+
+
+def _on_fakes(
+    func: Any, operands: Sequence[Operand], loc: Sequence[Any], kw: Mapping[str, Any]
+) -> tuple[Any, list[torch.Tensor]]:
+    """The result for tensors of the global shapes without data, and these."""
     from terrazzo._torch.graphs import FakeTensorMode  # imports sympy, which no rank inside needs
 
     args, kwargs, fakes = list(loc), dict(kw), []
+    with _without_log(), FakeTensorMode(allow_non_fake_inputs=True):
+        for o in operands:
+            local = get_at(loc, kw, o.path)
+            strides = strides_in_memory(local, o.shape)
+            fake = torch.empty_strided(o.shape, strides, dtype=local.dtype, device=local.device)
+            if local.requires_grad:
+                fake.requires_grad_()
+                fake = fake if local.is_leaf else fake.clone()
+            fakes.append(fake)
+            put_at(args, kwargs, o.path, fake)
+        return func(*args, **kwargs), fakes
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Errors of the operation itself are raised, and not logged as well."""
+    before, _LOGGER.disabled = _LOGGER.disabled, True
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            for o in operands:
-                local = get_at(loc, kw, o.path)
-                strides = strides_in_memory(local, o.shape)
-                fake = torch.empty_strided(o.shape, strides, dtype=local.dtype, device=local.device)
-                if local.requires_grad:
-                    fake.requires_grad_()
-                    fake = fake if local.is_leaf else fake.view_as(fake)
-                fakes.append(fake)
-                put_at(args, kwargs, o.path, fake)
-            return func(*args, **kwargs), fakes
-    except Exception:  # whatever it is: other errors than of missing values the ranks of the mesh raise, too
-        return None, []
+        yield
+    finally:
+        _LOGGER.disabled = before
 
 
 def _of_one_element(func: Any, loc: Sequence[Any], kw: Mapping[str, Any]) -> Any:

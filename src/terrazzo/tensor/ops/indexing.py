@@ -19,8 +19,9 @@ from terrazzo.layout import Box, Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.broadcasting import broadcast_shapes
 from terrazzo.tensor.copied_view import check_autograd_allows, check_writable, pass_on, writing
 from terrazzo.tensor.dispatch.bounds import check_bounds
+from terrazzo.tensor.dispatch.describe import describe
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
-from terrazzo.tensor.dispatch.outside_mesh import not_known
+from terrazzo.tensor.dispatch.outside_mesh import in_place_outside_mesh, not_known
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors
 from terrazzo.tensor.dispatch.routes import cast_fresh
 from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, OneArgument, Operand, Spec
@@ -254,6 +255,19 @@ def _check_bounds(items: Sequence[Any], layout: Layout) -> None:
         d += consumes(i)
 
 
+def _check_masks(items: Sequence[Any], layout: Layout) -> None:
+    """Raise if a mask has another shape than the dims that it is for."""
+    d = 0
+    for i in expanded(tuple(items), layout.ndim):
+        shape = layout.shape[d : d + consumes(i)]
+        if is_mask(i) and tuple(i.shape) != tuple(shape):
+            raise IndexError(
+                f"The shape of the mask {list(i.shape)} does not match the shape of the indexed tensor "
+                f"{list(layout.shape)} from dim {d} on"
+            )
+        d += consumes(i)
+
+
 def _own_strides(picked: torch.Tensor) -> torch.Tensor:
     """The result with the strides of a new tensor: for empty ones C++ gives strides of 0, as if it were expanded."""
     return picked if picked.numel() else picked.clone(memory_format=torch.contiguous_format)
@@ -310,13 +324,19 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         admitted = admit_plain_tensors("__setitem__", (target, 0, value), {})
         assert admitted is not None
         value = admitted[0][2]
+    if taken is not None and isinstance(value, DTensor) and value.dim():  # also on ranks that do not hold the region
+        torch.empty(target.shape, device="meta")[tuple(items)] = torch.empty(value.shape, device="meta")
     terms = any(isinstance(p, Partial) for p in target._layout.placements)
+    outside = target._layout.coord is None
     if is_basic(items) and not terms and all(not isinstance(i, slice) or (i.step or 1) > 0 for i in items):
         check_no_overlap(target._local, target.shape, tuple(items))
         with writing(target, items):
-            _assign_box(target, items, value)
+            (_assign_outside if outside else _assign_box)(target, items, value)
         if taken is None or taken.numel():
             pass_on(target)
+    elif outside:
+        _assign_outside(target, tuple(items), value)
+        pass_on(target)
     else:
         plain_index = tuple(_full(i, target._layout) for i in items)
         replicate_and_run_in_place("__setitem__", _assign, (target, plain_index, value), {})
@@ -331,6 +351,14 @@ def _taken(items: Sequence[Any], layout: Layout) -> torch.Tensor | None:
 
 def _assign(target: torch.Tensor, index: Any, value: Any) -> None:
     target[index] = value
+
+
+def _assign_outside(target: DTensor, items: tuple[Any, ...], value: Any) -> None:
+    """On a rank outside the mesh, which holds none of the elements."""
+    _check_masks(items, target._layout)
+    args = (target, items, value)
+    call, loc, kw = describe("__setitem__", True, torch.Tensor.__setitem__, args, {})
+    in_place_outside_mesh(call, args, loc, kw, {})
 
 
 def _assign_box(target: DTensor, items: tuple[Any, ...], value: Any) -> None:
@@ -368,8 +396,6 @@ def _assign_box(target: DTensor, items: tuple[Any, ...], value: Any) -> None:
                 return
             local_index.append(at)
         d += 1
-    if layout.coord is None:
-        return
     part = _my_part(value, wanted_at, region, mine, layout)
     if isinstance(value, DTensor):
         part = with_strides_of(target._local[tuple(local_index)], part)

@@ -13,6 +13,7 @@ import torch
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
+from terrazzo.tensor.dispatch.outside_mesh import not_known
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.questions import is_cut
@@ -106,7 +107,7 @@ def _extreme(input: Any, op: str, dim: Any, keepdim: bool) -> Any:
         return torch.maximum(input, dim) if op == "max" else torch.minimum(input, dim)
     if not isinstance(dim, int) or isinstance(dim, bool) or not input.ndim or not input.numel():
         return NotImplemented
-    x = _without_terms(input)
+    x = _inside(input, op)
     d = norm_dim(dim, x.ndim)
     value, place = _find(x, op, d)
     layout = _without_dims(x._layout, (d,))
@@ -125,7 +126,7 @@ def _argument(input: Any, op: str, dim: Any, keepdim: bool) -> Any:
         raise RuntimeError(f"arg{op}(): does not support bool input")  # as on one device
     if not (dim is None or isinstance(dim, int)) or not input.ndim or not input.numel():
         return NotImplemented
-    x = _without_terms(input)
+    x = _inside(input, f"arg{op}")
     d = None if dim is None else norm_dim(dim, x.ndim)
     _, place = _find(x, op, d)
     dims = tuple(range(x.ndim)) if d is None else (d,)
@@ -136,7 +137,10 @@ def _argument(input: Any, op: str, dim: Any, keepdim: bool) -> Any:
     return result.reshape((1,) * x.ndim) if d is None else result.unsqueeze(d)
 
 
-def _without_terms(x: DTensor) -> DTensor:
+def _inside(x: DTensor, name: str) -> DTensor:
+    """The tensor without terms; raises on a rank outside its mesh."""
+    if x._layout.coord is None:
+        raise not_known(name, x._layout.mesh)
     placements = [Replicate() if isinstance(p, Partial) else p for p in x.placements]
     return x.redistribute(placements=placements) if placements != list(x.placements) else x
 

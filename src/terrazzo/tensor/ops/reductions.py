@@ -333,7 +333,7 @@ def moments(
 
     def make(chosen: Chosen) -> Joined:
         out = chosen.outs[0]
-        mine = prod(chosen.ins[0].local_shape[d] for d in dims)
+        mine = prod(chosen.ins[0].box().lengths[d] for d in dims)
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
             local, axis = _input_of(loc, kw), axis_of_terms(out)
