@@ -14,6 +14,7 @@ some, one `TorchMovedError` lists them all. `python -m terrazzo._torch` prints t
     function_apply, transforms,
     optimizers, clipping, masked,
     exporting                       functions of torch that are replaced; each first checks cheaply for a tensor of ours
+    checkpointing                   recomputation of activations, which keeps the settings of the forward
     replaced                        module names that stand for ours while `terrazzo.install()` is in effect
 
 This is the lowest layer. The layers above pass in what the replaced functions need: the class of our tensors
@@ -22,6 +23,7 @@ This is the lowest layer. The layers above pass in what the replaced functions n
 
 from terrazzo._torch import (
     autograd,
+    checkpointing,
     clipping,
     compiling,
     counting,
@@ -46,6 +48,7 @@ check()
 
 __all__ = [
     "autograd",
+    "checkpointing",
     "clipping",
     "compiling",
     "counting",

@@ -166,7 +166,7 @@ has_inner_tensors: Callable[[Any], bool] = private(
 
 # ------------------------------------------------------------------ per thread, inherited by autograd's threads
 
-_ACROSS = "policies and context_parallel hold in the backward threads of the thread that set them"
+_ACROSS = "settings of tensors hold in the backward threads of the thread that made them"
 _keep: Callable[[str, Any], None] = private("torch._C._stash_obj_in_tls", _ACROSS)
 _is_kept: Callable[[str], bool] = private("torch._C._is_key_in_tls", _ACROSS)
 _kept: Callable[[str], Any] = private("torch._C._get_obj_in_tls", _ACROSS)

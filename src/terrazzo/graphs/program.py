@@ -31,7 +31,7 @@ from terrazzo.graphs.capture import Backend, Conditions, Graph, Subject, capture
 from terrazzo.graphs.surroundings import Stale, Surroundings
 from terrazzo.graphs.values import Unkeyable, append_tensor_keys, collect, describe_tensor, describe_value, local_of
 from terrazzo.tensor import random
-from terrazzo.tensor.links import per_thread
+from terrazzo.tensor.links import counts_as_replicated
 from terrazzo.tensor.ops.losses import parallel_loss
 
 _BACKENDS = {"inductor": "terrazzo.graphs.inductor", "aot_eager": "terrazzo.graphs.joint"}
@@ -246,8 +246,8 @@ class Program:
 def _modes() -> tuple[Any, ...]:
     modes: tuple[Any, ...] = (
         torch.get_default_dtype(),
-        per_thread.implicit_replication,
-        parallel_loss.depth > 0,
+        counts_as_replicated(),
+        parallel_loss.is_entered(),
         autocasts(),
     )
     modes += tuple((type(mode), getattr(mode, "device", None)) for mode in function_modes())

@@ -1,4 +1,4 @@
-"""Functions that `DTensor` calls in modules that import it, and settings per thread.
+"""Functions that `DTensor` calls in modules that import it, and whether plain tensors count as replicated.
 
 `DTensor` cannot import these modules, as imports would be circular. Each of them sets its own functions here when it
 is imported.
@@ -6,13 +6,15 @@ is imported.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
 import torch
+
+from terrazzo._torch.checkpointing import carry
+from terrazzo._torch.dispatching import get_in_thread, set_in_thread
 
 
 class Links:
@@ -37,21 +39,23 @@ class Links:
 links = Links()
 
 
-class PerThread(threading.local):
-    """Settings per thread: whether plain tensors in a call count as replicated."""
-
-    implicit_replication = False
+_REPLICATED = "terrazzo.tensor.implicit_replication"
 
 
-per_thread = PerThread()
+def counts_as_replicated() -> bool:
+    """Whether plain tensors in calls with DTensors count as replicated in this thread."""
+    return bool(get_in_thread(_REPLICATED))
 
 
 @contextmanager
-def plain_tensors_replicated() -> Iterator[None]:
-    """Plain tensors in calls with DTensors count as replicated in this thread."""
-    outer = per_thread.implicit_replication
-    per_thread.implicit_replication = True
+def plain_tensors_replicated(value: bool = True) -> Iterator[None]:
+    """Plain tensors in calls with DTensors count as replicated in this thread, or do not if `value` is False."""
+    outer = counts_as_replicated()
+    set_in_thread(_REPLICATED, value)
     try:
         yield
     finally:
-        per_thread.implicit_replication = outer
+        set_in_thread(_REPLICATED, outer)
+
+
+carry(counts_as_replicated, plain_tensors_replicated)

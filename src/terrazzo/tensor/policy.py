@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from terrazzo._torch.autograd import current_node
+from terrazzo._torch.checkpointing import carry
 from terrazzo._torch.dispatching import get_in_thread, set_in_thread
 from terrazzo.comm import CommEvent, add_observer, observe, remove_observer
 from terrazzo.comm.collectives import all_reduce
@@ -44,8 +45,9 @@ class CommPolicyWarning(UserWarning):
 def communication_policy(action: Action, *, above: int = 0) -> Iterator[None]:
     """Limit what operations on DTensors communicate implicitly.
 
-    A policy covers the operations that this thread calls in the block, the backward of these operations wherever and
-    whenever it runs, and every backward pass that this thread starts in the block. Other threads are not affected.
+    A policy covers the operations that this thread calls in the block, the backward and the recomputation of these
+    operations wherever and whenever they run, and every backward pass that this thread starts in the block. Other
+    threads are not affected.
     Of nested policies only the innermost counts, so `"allow"` lifts an outer limit.
 
     The ranks of a collective must have the same policy, so that either all of them raise or none does.
@@ -62,7 +64,16 @@ def communication_policy(action: Action, *, above: int = 0) -> Iterator[None]:
         raise ValueError(f"action must be 'allow', 'warn' or 'error', not {action!r}")
     if not isinstance(above, int) or above < 0:
         raise ValueError(f"above must be a number of bytes, not {above!r}")
-    policy = Policy(action, above)
+    with _in_force(Policy(action, above)):
+        yield
+
+
+@contextmanager
+def _in_force(policy: Policy | None) -> Iterator[None]:
+    """A block with this policy; None: with that of the thread, because a policy covers the backwards that it starts."""
+    if policy is None:
+        yield
+        return
     outer, outer_describe = _policy_of_thread(), origin.describe
     set_in_thread(_THREAD_STATE, policy)
     origin.describe = policy.cause_of_node
@@ -213,6 +224,9 @@ def _stop_listening() -> None:
 def _policy_of_thread() -> Policy | None:
     policy: Policy | None = get_in_thread(_THREAD_STATE)
     return policy
+
+
+carry(_policy_of_thread, _in_force)
 
 
 def _observe(event: CommEvent) -> None:

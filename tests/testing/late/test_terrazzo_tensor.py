@@ -134,27 +134,35 @@ def check_context_parallel(device):
         assert found.shape == (1, 2, 8 // dist.get_world_size(), 4) and not found.isnan().any().item()
 
 
-def check_recomputation_keeps_contexts(device):
-    """It runs in a thread of autograd's, where these contexts have to hold as well."""
+def check_settings_hold_in_autograds_threads(device):
+    """There recomputations and hooks run."""
     mesh, plain = mesh_of_all(device), torch.full((4, 4), 2.0, device=device)
-    w = distribute_tensor(draw(4, 4).to(device), mesh, [Shard(0)]).requires_grad_()
-    with implicit_replication():
-        checkpoint(lambda x: (x * plain).sin(), w, use_reentrant=False).sum().backward()
-    same([w.grad], [2 * (2 * draw(4, 4)).cos()])
-    layer = nn.Linear(8, 10).to(device)
-    parallelize_module(layer, mesh, ColwiseParallel(use_local_output=False))
-    x, target = draw(5, 8).to(device).requires_grad_(), torch.arange(5, device=device)
-    with loss_parallel():
-        checkpoint(lambda z: F.cross_entropy(layer(z), target), x, use_reentrant=False).backward()
-    assert not x.grad.isnan().any().item()
+    for reentrant in (False, True):
+        for inside in (False, True):
+            w = distribute_tensor(draw(4, 4).to(device), mesh, [Shard(0)]).requires_grad_()
+            with implicit_replication():
+                loss = checkpoint(lambda x: (x * plain).sin(), w, use_reentrant=reentrant).sum()
+                if inside:
+                    w.register_hook(lambda gradient: gradient * plain)
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            same([w.grad], [(4 if inside else 2) * (2 * draw(4, 4)).cos()])
+        layer = nn.Linear(8, 10).to(device)
+        parallelize_module(layer, mesh, ColwiseParallel(use_local_output=False))
+        x, target = draw(5, 8).to(device).requires_grad_(), torch.arange(5, device=device)
+        with loss_parallel():
+            loss = checkpoint(lambda z: F.cross_entropy(layer(z), target).to_local(), x, use_reentrant=reentrant)  # noqa: B023
+        loss.backward()
+        expected = draw(5, 8).requires_grad_()
+        weight, bias = (p.full_tensor().detach().cpu() for p in (layer.weight, layer.bias))
+        F.cross_entropy(F.linear(expected, weight, bias), target.cpu()).backward()
+        same([x.grad], [expected.grad])
 
 
 CHECKS = (
     check_products, check_redistribution, check_parallel_styles, check_random_numbers, check_muon,
-    check_context_parallel,
-    pytest.param(check_recomputation_keeps_contexts, marks=pytest.mark.xfail(
-        strict=True, reason="implicit_replication and loss_parallel hold in the thread that entered them only"
-    )),
+    check_context_parallel, check_settings_hold_in_autograds_threads,
 )  # fmt: skip
 
 

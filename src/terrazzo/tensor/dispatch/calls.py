@@ -54,7 +54,7 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         return func(*numbers[0], **numbers[1])
     name, inplace = canonical_name(func)
     entry = operation(name, inplace)
-    if entry.context is not None and entry.context.depth:
+    if entry.context is not None and entry.context.is_entered():
         result = entry.context.compute(func, args, kwargs)
         if result is not NotImplemented:
             return result
@@ -187,7 +187,7 @@ def _outside(context: Context | None, route: Route) -> Route:
         return route
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
-        if context.depth:
+        if context.is_entered():
             return call_without_route(func, args, kwargs, None)
         return route(func, args, loc, kw, kwargs)
 

@@ -11,7 +11,7 @@ from terrazzo._torch.autograd import is_transformed
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.links import per_thread
+from terrazzo.tensor.links import counts_as_replicated
 
 
 def admit_plain_tensors(
@@ -35,7 +35,7 @@ def admit_plain_tensors(
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             _refuse_transformed(name, where, value)
             admitted = admitted and admits is not None and admits(value)
-            if value.numel() != 1 and not per_thread.implicit_replication and not admitted:
+            if value.numel() != 1 and not counts_as_replicated() and not admitted:
                 raise MixedTensorError(
                     f"{name}: {where} is a plain {type(value).__name__} of shape {tuple(value.shape)}, mixed with "
                     "DTensors. Make it a DTensor (distribute_tensor(t, mesh, placements), or DTensor.from_local for "

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from terrazzo._torch.checkpointing import carry
 from terrazzo._torch.dispatching import get_in_thread, set_in_thread
 from terrazzo.comm.axis import Axis, axis_of
 from terrazzo.comm.collectives import all_gather
@@ -135,7 +136,7 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def _attention_over(axis: Axis) -> Iterator[None]:
+def _attention_over(axis: Axis | None) -> Iterator[None]:
     global _replaced
     outer = _axis_of_thread()
     with _lock:
@@ -156,6 +157,9 @@ def _attention_over(axis: Axis) -> Iterator[None]:
 def _axis_of_thread() -> Axis | None:
     axis: Axis | None = get_in_thread(_THREAD_STATE)
     return axis
+
+
+carry(_axis_of_thread, _attention_over)
 
 
 class _AttentionMode(TorchFunctionMode):

@@ -10,7 +10,8 @@ from terrazzo.tensor.links import plain_tensors_replicated
 def implicit_replication() -> AbstractContextManager[None]:
     """Let operations of this thread mix DTensors with plain tensors that are equal on every rank.
 
-    Outside this block such an operation raises an error. Nothing checks that the values are equal.
+    Outside this block such an operation raises an error. Nothing checks that the values are equal. What activation
+    checkpointing recomputes in backward is recomputed as in the block, wherever and whenever backward runs.
 
     >>> with implicit_replication():
     ...     pass  # x_distributed + plain

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from terrazzo._torch.autograd import default_setup_context
+from terrazzo._torch.checkpointing import captured
 from terrazzo._torch.function_apply import node_class_of, only_saves, plain_apply
 from terrazzo._torch.tensors import same_kind_of_storage
 from terrazzo.comm.axis import axis_of
@@ -237,6 +238,7 @@ _MARK = "_terrazzo_bridge"
 
 def _forward(ctx: Any, user: Any, report: list[Any], layouts: Any, *flat: Any) -> Any:
     ctx.user = user  # a class that is made for one call is kept alive by its node alone
+    ctx.in_force = captured()
     proxy = ctx.proxy = _Context(len(flat))
     proxy.__dict__["_real"] = ctx
     args = [wrap(x, layout) if layout is not None else x for x, layout in zip(flat, layouts, strict=True)]
@@ -262,7 +264,8 @@ def _backward_of_user(ctx: Any, *grads: Any) -> Any:
     ]
     ctx.proxy.__dict__["_real"] = ctx
     try:
-        result = user.backward(ctx.proxy, *given)
+        with ctx.in_force():
+            result = user.backward(ctx.proxy, *given)
     finally:
         ctx.proxy.__dict__["_real"] = None
     result = result if isinstance(result, tuple) else (result,)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from terrazzo._torch.checkpointing import carry
+from terrazzo._torch.dispatching import get_in_thread, set_in_thread
 from terrazzo.comm.axis import Axis, axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.tensor.dispatch.bounds import check_bounds
@@ -99,11 +101,25 @@ def _local_nll(chosen: Chosen, samples: Sequence[int], ignore_index: int, reduct
     return run
 
 
-class ParallelLoss(threading.local):
-    """Whether this thread is inside `loss_parallel`, and the function that computes the loss there."""
+class ParallelLoss:
+    """Whether a thread is inside `loss_parallel`, and the function that computes the loss there."""
 
-    depth = 0
     loss: Callable[..., Any]
+    _STATE = "terrazzo.tensor.loss_parallel"
+
+    def is_entered(self) -> bool:
+        """Whether this thread is inside."""
+        return bool(get_in_thread(self._STATE))
+
+    @contextmanager
+    def entered(self, value: bool) -> Iterator[None]:
+        """A block in which this thread is inside, or outside."""
+        outer = self.is_entered()
+        set_in_thread(self._STATE, value)
+        try:
+            yield
+        finally:
+            set_in_thread(self._STATE, outer)
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The loss of logits that stay sharded over the classes; plain targets are the same on every rank."""
@@ -111,6 +127,7 @@ class ParallelLoss(threading.local):
 
 
 parallel_loss = ParallelLoss()
+carry(parallel_loss.is_entered, parallel_loss.entered)
 
 
 @rule("cross_entropy", "cross_entropy_loss", context=parallel_loss)

@@ -41,8 +41,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class Context(Protocol):
     """A context manager of terrazzo that changes how an operation is computed inside it."""
 
-    depth: int
-    """How many times this thread has entered it and not left it."""
+    def is_entered(self) -> bool:
+        """Whether this thread is inside."""
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result inside the context, or NotImplemented for the usual way."""

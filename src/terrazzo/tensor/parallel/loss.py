@@ -23,7 +23,7 @@ from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.dispatch.bounds import check_bounds
 from terrazzo.tensor.dispatch.spec import HALF
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.links import per_thread
+from terrazzo.tensor.links import counts_as_replicated
 from terrazzo.tensor.ops.losses import ParallelLoss, parallel_loss
 
 
@@ -37,13 +37,11 @@ def loss_parallel() -> Iterator[None]:
 
     All of `cross_entropy` works: class indices or probabilities, weights, `ignore_index`, label smoothing, every
     reduction, further dims, logits that other mesh dimensions shard over the batch. `target` and `weight` may be plain
-    tensors that are the same on every rank. Backward may run inside or outside the block.
+    tensors that are the same on every rank. Backward may run inside or outside the block, and so may what activation
+    checkpointing recomputes.
     """
-    parallel_loss.depth += 1
-    try:
+    with parallel_loss.entered(True):
         yield
-    finally:
-        parallel_loss.depth -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ def _parallel_cross_entropy(
     placements = [Replicate() if isinstance(p, Partial) else p for p in input.placements]
     classes = 1 if input.ndim > 1 else 0
     if Shard(classes) not in input._layout.placements:
-        if isinstance(target, DTensor) or per_thread.implicit_replication:
+        if isinstance(target, DTensor) or counts_as_replicated():
             return NotImplemented  # not sharded over the classes: the usual way works for any placements
         raise PlacementMismatchError(
             f"loss_parallel needs logits sharded over the classes, dim {classes}; these are placed "
