@@ -34,6 +34,12 @@ def _problem() -> str:
     return ""
 
 
+def skip_without_late() -> None:
+    """Skip the test where the device cannot be compiled."""
+    if problem := _problem():
+        pytest.skip(problem)
+
+
 def run_late(
     world: int,
     *checks: Callable[..., Any],
@@ -47,8 +53,7 @@ def run_late(
     Returns for each call what it returned on each rank. Where the device cannot be compiled, the test is skipped.
     """
     __tracebackhide__ = True
-    if problem := _problem():
-        pytest.skip(problem)
+    skip_without_late()
     outcomes = run_fresh(world, _run, checks, modes, seeds, backend_name, timeout=timeout)
     bad = [str(outcome) for outcome in outcomes if not outcome.ok]
     if bad:

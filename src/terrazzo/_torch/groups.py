@@ -58,6 +58,24 @@ _new_group: Any = private(
     "axes of several mesh dims get a group that only their own ranks make",
 )
 
+_SPLIT_SOURCE = "torch.distributed.distributed_c10d._get_split_source"
+_split_source: Callable[[ProcessGroup], Any] = private(
+    _SPLIT_SOURCE,
+    "where the default group is bound to a device, torch makes a new group by a split, which waits for all its ranks; "
+    "the ranks of an axis alone make theirs",
+    patched=True,
+)
+_alone = threading.local()
+
+
+@functools.wraps(_split_source)
+def split_source(group: ProcessGroup) -> Any:
+    """The backend that a new group is a split of; None if the group is made by its own ranks only."""
+    return None if getattr(_alone, "makes", False) else _split_source(group)
+
+
+replace(_SPLIT_SOURCE, split_source)
+
 attribute("torch.distributed.distributed_c10d._world.pg_map", "destroyed groups must be recognised")
 attribute("torch.distributed.distributed_c10d._world.pg_group_ranks", "groups of an axis are known to torch as groups")
 attribute(
@@ -136,16 +154,20 @@ def make_group(ranks: Sequence[int], rank: int, name: str, timeout: timedelta, d
     if threading.current_thread() is not threading.main_thread():
         # A store has one connection, on which a thread waits for the other ranks while theirs may wait for this thread.
         store = store.clone()
-    group, _ = _new_group(
-        len(ranks),
-        ranks.index(rank),
-        list(ranks),
-        world.pg_backend_config[default],
-        store,
-        distributed_c10d.GroupName(name),
-        timeout=timeout,
-        group_desc=description,
-    )
+    _alone.makes = True
+    try:
+        group, _ = _new_group(
+            len(ranks),
+            ranks.index(rank),
+            list(ranks),
+            world.pg_backend_config[default],
+            store,
+            distributed_c10d.GroupName(name),
+            timeout=timeout,
+            group_desc=description,
+        )
+    finally:
+        _alone.makes = False
     world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
 

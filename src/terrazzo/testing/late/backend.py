@@ -33,4 +33,5 @@ def _bound_parent() -> Any:
         return None
     default = groups.default_group()
     device = default.bound_device_id
-    return None if device is None or device.type != "late" else groups.backend_of(default, device)
+    # torch decides it for NCCL by the same function, but tells only NCCL of it.
+    return None if device is None or device.type != "late" else groups.split_source(default)

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from terrazzo._torch import groups
 from terrazzo.testing.late.starting import init
 
 _ROUNDS = itertools.count()
@@ -37,3 +38,8 @@ def init_process_group(timeout: timedelta = timedelta(minutes=5), device_id: tor
         timeout=timeout,
         device_id=device_id,
     )
+    if device_id is not None:
+        # Splits of a gloo group read its ranks here. torch has them only in the process's first gloo group.
+        groups.backend_of(groups.default_group(), torch.device("cpu")).options.global_ranks_in_group = list(
+            range(world)
+        )

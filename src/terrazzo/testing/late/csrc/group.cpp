@@ -7,8 +7,10 @@
 
 #include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <algorithm>
 #include <deque>
 #include <thread>
 
@@ -246,6 +248,13 @@ struct LateWork final : c10d::Work {
 
 // ---- the backend
 
+// Python can copy these, as it can NCCL's: torch gives a split a copy of its parent's.
+struct LateOptions final : Backend::Options {
+  using Backend::Options::Options;
+  // Overrides a function of torch 2.14, which 2.13 does not have.
+  c10::intrusive_ptr<Backend::Options> clone() const { return c10::make_intrusive<LateOptions>(*this); }
+};
+
 struct LateBackend final : Backend {
   c10::intrusive_ptr<Backend> gloo;
   c10::intrusive_ptr<c10d::Store> store;
@@ -262,7 +271,7 @@ struct LateBackend final : Backend {
   LateBackend(c10::intrusive_ptr<Backend> gloo, c10::intrusive_ptr<c10d::Store> store, std::string name, std::string group,
       std::vector<uint64_t> ranks, std::chrono::milliseconds timeout)
       : Backend(gloo->getRank(), gloo->getSize()), gloo(gloo), store(std::move(store)),
-        options(c10::make_intrusive<Options>(name, timeout)), name(name) {
+        options(c10::make_intrusive<LateOptions>(name, timeout)), name(name) {
     options->group_name = std::move(group), options->global_ranks_in_group = std::move(ranks);
   }
 
@@ -287,6 +296,19 @@ struct LateBackend final : Backend {
           size_, " ranks of the default group have to make, members or not; only ", store->add(key, 0), " did within ",
           options->timeout.count(), " ms: call new_group on all ranks, and without use_local_synchronization");
     }
+  }
+
+  c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Options>& opts) override {
+    meet_for_split();
+    auto here = std::find(ranks.begin(), ranks.end(), rank_);
+    if (here == ranks.end()) return nullptr;
+    std::vector<uint64_t> global;
+    for (int rank : ranks) global.push_back(options->global_ranks_in_group.at(rank));
+    c10::intrusive_ptr<c10d::Store> part = c10::make_intrusive<c10d::PrefixStore>(opts->group_name + "/late", store->clone());
+    py::gil_scoped_acquire gil;
+    auto gloo = py::module_::import("torch.distributed").attr("ProcessGroupGloo")(part, int(here - ranks.begin()), int(ranks.size()), opts->timeout);
+    return c10::make_intrusive<LateBackend>(gloo.cast<c10::intrusive_ptr<Backend>>(), part, name, opts->group_name, global, opts->timeout);
   }
 
   // ---- running
@@ -566,6 +588,8 @@ struct LateBackend final : Backend {
 
 void bind_group(py::module_& m) {
   py::module_::import("torch.distributed");
+  py::class_<LateOptions, Backend::Options, c10::intrusive_ptr<LateOptions>>(m, "Options")
+      .def("__deepcopy__", [](const LateOptions& options, const py::dict&) { return c10::make_intrusive<LateOptions>(options); });
   py::class_<LateBackend, Backend, c10::intrusive_ptr<LateBackend>>(m, "ProcessGroupLate")
       .def(py::init<c10::intrusive_ptr<Backend>, c10::intrusive_ptr<c10d::Store>, std::string, std::string, std::vector<uint64_t>, std::chrono::milliseconds>())
       .def_property_readonly("options", &LateBackend::getBackendOptions)
