@@ -11,23 +11,22 @@ import torch.distributed as dist
 from torch import nn
 
 from ranks import run_ranks
-from terrazzo.comm import add_observer, remove_observer
+from terrazzo.comm import add_observer, flat, in_place, remove_observer, sections
 from terrazzo.comm.axis import axis_over
+from terrazzo.comm.flat import FlatPlan
+from terrazzo.comm.in_place import InPlace
+from terrazzo.comm.sections import FIRST_TAG, start_gather, start_reduce
 from terrazzo.fsdp import MixedPrecisionPolicy, explain, fully_shard, report, trace
 from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.plan.check import check as check_plan
 from terrazzo.fsdp.plan.operations import Kind
 from terrazzo.fsdp.plan.step import plan_steps
-from terrazzo.fsdp.run import direct, flat, in_place
-from terrazzo.fsdp.run.direct import FIRST_TAG, start_gather, start_reduce
-from terrazzo.fsdp.run.flat import FlatPlan
-from terrazzo.fsdp.run.in_place import InPlace
 from terrazzo.fsdp.run.root import root_of
 from terrazzo.tensor import init_device_mesh
 
 
 def check(uneven: bool, dtype: torch.dtype) -> None:
-    direct._SMALL, before = 0, direct._SMALL
+    sections._SMALL, before = 0, sections._SMALL
     world, rank = dist.get_world_size(), dist.get_rank()
     axis = axis_over(tuple(range(world)), "cpu")
     plan = FlatPlan([(5 if uneven else 6, 3)], [0], world, rank)
@@ -46,7 +45,7 @@ def check(uneven: bool, dtype: torch.dtype) -> None:
             torch.testing.assert_close(reduced, expected.to(dtype))
     finally:
         remove_observer(events.append)
-        direct._SMALL = before
+        sections._SMALL = before
     nbytes = (world - 1) * sum(sizes) * dtype.itemsize // world
     assert [(e.kind, e.bytes) for e in events] == [("all_gather", nbytes)] * 2 + [("reduce_scatter", nbytes)] * 2
 
@@ -95,8 +94,8 @@ def test_sections_of_any_length_among_very_many_ranks(dtype):
 
 def check_in_place(dtype: torch.dtype) -> None:
     """Some tensors travel by themselves, others together, and what is extra with these."""
-    kept = direct._SMALL, in_place._LARGE
-    direct._SMALL, in_place._LARGE = 0, 20 * dtype.itemsize
+    kept = sections._SMALL, in_place._LARGE
+    sections._SMALL, in_place._LARGE = 0, 20 * dtype.itemsize
     world, rank = dist.get_world_size(), dist.get_rank()
     axis = axis_over(tuple(range(world)), "cpu")
     try:
@@ -125,7 +124,7 @@ def check_in_place(dtype: torch.dtype) -> None:
                 assert torch.equal(section, torch.cat(expected).to(dtype)), (shapes, op)
             assert all(map(torch.equal, mine, values[rank])), "gradients are left as they were"
     finally:
-        direct._SMALL, in_place._LARGE = kept
+        sections._SMALL, in_place._LARGE = kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -190,7 +189,7 @@ def train_even(in_place_too: bool, accumulate: bool, dtype: torch.dtype, **optio
 
 
 def check_training() -> None:
-    kept = direct._SMALL, in_place._LARGE
+    kept = sections._SMALL, in_place._LARGE
     ways: list[tuple[bool, torch.dtype, dict[str, Any]]] = [
         (False, torch.float32, {}),
         (True, torch.float32, {"reshard_after_forward": True}),
@@ -204,10 +203,10 @@ def check_training() -> None:
     for accumulate, dtype, options in ways:
         usual = train_even(False, accumulate, dtype, **options)
         try:
-            direct._SMALL, in_place._LARGE = 0, 64
+            sections._SMALL, in_place._LARGE = 0, 64
             found = train_even(True, accumulate, dtype, **options)
         finally:
-            direct._SMALL, in_place._LARGE = kept
+            sections._SMALL, in_place._LARGE = kept
         assert all(map(torch.equal, usual, found)), "bit for bit"
 
 

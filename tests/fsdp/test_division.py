@@ -15,12 +15,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 
 from fsdp.compare import Model, apart, shard_blocks, train_alike
 from ranks import run_ranks
-from terrazzo.comm import wire
+from terrazzo.comm import in_place, sections, wire
+from terrazzo.comm.flat import FlatPlan
 from terrazzo.comm.wire import ScaledSum
 from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard, report
-from terrazzo.fsdp.run import bucket, direct, in_place
+from terrazzo.fsdp.run import bucket
 from terrazzo.fsdp.run.division import Ways, division_of
-from terrazzo.fsdp.run.flat import FlatPlan
 from terrazzo.tensor import init_device_mesh
 
 
@@ -170,7 +170,7 @@ def check_float16() -> None:
     n = dist.get_world_size()
     value = 80000.0 / n if n == 2 else 120000.0 / n
     policy = MixedPrecisionPolicy(param_dtype=torch.float16)
-    kept = direct._SMALL, in_place._LARGE
+    kept = sections._SMALL, in_place._LARGE
     ways: list[tuple[float | None, bool, bool, Any]] = [
         (factor, force, large, None)
         for factor, force, large in product((None, float(n), 2.0 * n), (False, True), (False, True))
@@ -190,10 +190,10 @@ def check_float16() -> None:
             model.zero_grad()
             try:
                 if large:  # as groups of more than 4 MiB are
-                    direct._SMALL, in_place._LARGE = 0, 16
+                    sections._SMALL, in_place._LARGE = 0, 16
                 model(torch.full((1, 8), value)).backward()
             finally:
-                direct._SMALL, in_place._LARGE = kept
+                sections._SMALL, in_place._LARGE = kept
             wanted = torch.full((8, 8), value * n / (factor or n))
             for p in model.parameters():
                 grad = p.grad.full_tensor()

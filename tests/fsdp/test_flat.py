@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrazzo.fsdp.run.flat import FlatPlan
+from terrazzo.comm.flat import FlatPlan
 
 SHAPES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5)), min_size=1, max_size=4)
 

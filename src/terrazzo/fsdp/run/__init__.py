@@ -1,8 +1,7 @@
 """Carries out plans: memory, communication, streams, and the hooks that report events.
 
-flat, memory     positions in flat buffers; memory that is freed and allocated again
-comm, direct     the collectives
-in_place         large groups on CPU, which are sent and received without extra buffers
+memory           memory that is freed and allocated again
+comm             the collectives
 bucket           parameters of one dtype: their shard buffer and their unsharded buffer
 extended         a parameter that is a tensor subclass with hooks for the all-gather
 gradients        from unsharded gradients to sharded ones
@@ -10,7 +9,6 @@ unit             the operations on the parameters of a unit; the planner decides
 forming          which groups are one unit
 streams          streams and marks of an accelerator
 executor         from events to operations, and from operations to calls
-watch            detects ranks that run different modules
 course           the order of a backward, the same on all ranks
 root             the shared state of the units of a model
 hooks            hooks on modules' forward and backward, which report events

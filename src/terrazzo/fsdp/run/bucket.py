@@ -21,12 +21,12 @@ from torch.autograd.graph import increment_version
 from terrazzo._torch.counting import count_from_now, set_uncounted, uses, was_asked, writes_to
 from terrazzo._torch.tensors import version_of
 from terrazzo.comm.axis import Axis
+from terrazzo.comm.flat import FlatPlan, has_many, worth_padding
+from terrazzo.comm.in_place import GatherInPlace, InPlace
 from terrazzo.comm.pending import Pending
+from terrazzo.comm.sections import FIRST_TAG
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
-from terrazzo.fsdp.run.direct import FIRST_TAG
-from terrazzo.fsdp.run.flat import FlatPlan, has_many, worth_padding
-from terrazzo.fsdp.run.in_place import GatherInPlace, InPlace
 from terrazzo.fsdp.run.memory import ReturnableMemory
 from terrazzo.fsdp.settings import Settings
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from terrazzo.comm import observe, wire
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.collectives import all_reduce_start
+from terrazzo.comm.flat import FlatPlan
 from terrazzo.comm.pending import Pending
-from terrazzo.fsdp.run.direct import start_gather, start_reduce
+from terrazzo.comm.sections import start_gather, start_reduce
 from terrazzo.fsdp.run.division import Ways
-from terrazzo.fsdp.run.flat import FlatPlan
 from terrazzo.fsdp.settings import Options, Staging
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from terrazzo.comm.watch import Watch
 from terrazzo.errors import CommError
 from terrazzo.fsdp.misuse import remark_on_writes
 from terrazzo.fsdp.plan.operations import FOLLOWING, Buffer, Kind, Operation
@@ -23,7 +24,6 @@ from terrazzo.fsdp.plan.state import State
 from terrazzo.fsdp.plan.units import Spec
 from terrazzo.fsdp.run.streams import Streams
 from terrazzo.fsdp.run.unit import Unit
-from terrazzo.fsdp.run.watch import Watch
 
 Call = Callable[[], None]
 

@@ -26,12 +26,12 @@ from terrazzo._torch.counting import writes_to
 from terrazzo._torch.dispatching import has_inner_tensors
 from terrazzo._torch.tensors import version_of
 from terrazzo.comm.axis import axis_of
+from terrazzo.comm.flat import FlatPlan
 from terrazzo.comm.pending import Pending
+from terrazzo.comm.sections import FIRST_TAG
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
 from terrazzo.fsdp.run.bucket import Bucket
-from terrazzo.fsdp.run.direct import FIRST_TAG
-from terrazzo.fsdp.run.flat import FlatPlan
 from terrazzo.fsdp.run.memory import ReturnableMemory
 from terrazzo.fsdp.settings import Settings
 from terrazzo.tensor import DTensor

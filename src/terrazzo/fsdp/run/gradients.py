@@ -25,14 +25,14 @@ from torch import Tensor
 
 from terrazzo._torch.autograd import accumulation_hooks, gradient_hooks, have_hooks
 from terrazzo.comm.axis import Axis
+from terrazzo.comm.flat import FlatPlan
+from terrazzo.comm.in_place import InPlace
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.misuse import remark_on_graph
 from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Comm, empty_to_reduce, ways_to_reduce
 from terrazzo.fsdp.run.division import Division, Ways, division_of
-from terrazzo.fsdp.run.flat import FlatPlan
-from terrazzo.fsdp.run.in_place import InPlace
 from terrazzo.fsdp.settings import AllReduceHook, Options
 
 

@@ -13,9 +13,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from terrazzo._torch.autograd import at_end_of_backward, functorch_active, in_backward, outside_transforms
+from terrazzo.comm.mesh import ranks_of
+from terrazzo.comm.watch import Watch
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.misuse import note_model, remark_on_single_group, remark_on_unsharded_gradients
+from terrazzo.fsdp.plan.operations import Stream
 from terrazzo.fsdp.plan.state import Event, Phase, State, Where
 from terrazzo.fsdp.plan.step import Events
 from terrazzo.fsdp.plan.units import Spec, UnitSpec
@@ -25,7 +28,6 @@ from terrazzo.fsdp.run.executor import Executor, streams_for
 from terrazzo.fsdp.run.forming import COALESCE_BYTES, differ, form, part, runs_of
 from terrazzo.fsdp.run.memory import free_memory_aside
 from terrazzo.fsdp.run.unit import Unit
-from terrazzo.fsdp.run.watch import Watch
 
 # The number of roots so far, by process group: each has message tags of its own.
 _roots: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
@@ -49,8 +51,12 @@ class Root:
         self.device = device
         self._has_replicas = any(group.unit.replicated for group in groups)
         mesh = next((group.settings.mesh for group in groups if group.params), None)
-        self.watch = Watch(mesh, self.streams)
-        self.watch_replicas = Watch(mesh, self.streams, replicas=True)
+        shard, replicate = (None, None) if mesh is None else (mesh.shard, mesh.replicate)
+        ranks = [] if mesh is None else ranks_of(mesh.mesh)
+        # Ranks that shard must run the same modules in each step. Replicas may accumulate gradients over different
+        # numbers of micro-batches, so they only compare what they reduce among them.
+        self.watch = Watch(shard, ranks, self.streams, Stream.REDUCE, device)
+        self.watch_replicas = Watch(replicate, ranks, self.streams, Stream.ALL_REDUCE, device)
         modules = [module for group in groups for module in group.modules]
         self.positions = {module: i for i, module in enumerate(modules)}  # the numbers of modules in events
         self._comm = Collectives(lambda: not self.watch.has_agreed)

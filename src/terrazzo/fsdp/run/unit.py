@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from terrazzo._torch.autograd import in_backward
 from terrazzo._torch.modules import parameters_of
 from terrazzo.comm.pending import Pending
+from terrazzo.comm.sections import FIRST_TAG
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.meshes import DataMesh, InnerMesh
@@ -26,7 +27,6 @@ from terrazzo.fsdp.parameter import ShardedParameter, mark_replaced, unmark_repl
 from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Collectives, Comm
-from terrazzo.fsdp.run.direct import FIRST_TAG
 from terrazzo.fsdp.run.extended import ExtendedBucket, is_extended
 from terrazzo.fsdp.run.gradients import Gradients
 from terrazzo.fsdp.run.kept import Kept, kept_bytes, kept_moves

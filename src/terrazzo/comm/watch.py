@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,12 +35,8 @@ from torch.distributed import PrefixStore
 from terrazzo._torch.groups import default_store
 from terrazzo.comm import wire
 from terrazzo.comm.axis import Axis, axis_beside
-from terrazzo.comm.mesh import ranks_of
 from terrazzo.comm.simulated import is_simulated
 from terrazzo.errors import CommError, DivergedRanksError
-from terrazzo.fsdp.meshes import DataMesh
-from terrazzo.fsdp.plan.operations import Stream
-from terrazzo.fsdp.run.streams import Streams
 
 _ANSWER_SECONDS = 5.0  # how long to wait for the other ranks' answers after a failure
 _SHOWN = 3  # events of a rank that a message shows
@@ -48,7 +45,7 @@ _MOST_OPEN = 4  # comparisons whose result the host has not seen: those of two s
 
 
 class Named(Protocol):
-    """A unit."""
+    """What an event is about: a unit of `fully_shard`."""
 
     @property
     def name(self) -> str:
@@ -57,6 +54,16 @@ class Named(Protocol):
     @property
     def code(self) -> int:
         """A number that tells it from others and is equal on all ranks."""
+
+
+class Streams(Protocol):
+    """The streams of an accelerator."""
+
+    def mark_of(self, stream: Any = None) -> Any:
+        """An event after everything that is queued on a stream; by default on the current one."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Queue on this stream, which is given, instead of the current one."""
 
 
 class _Position(msgspec.Struct, frozen=True):
@@ -81,19 +88,25 @@ _CODES = {"run": 1, "unshard": 2, "reduce": 3, "all-reduce": 0}
 
 
 class Watch:
-    """The record of one root's modules and collectives on this rank."""
+    """The record of one model's modules and collectives on this rank."""
 
-    def __init__(self, mesh: DataMesh | None, streams: Streams | None = None, *, replicas: bool = False) -> None:
-        # Ranks of the shard axis must run the same modules in each step. Replicas may accumulate gradients over
-        # different numbers of micro-batches, so they only compare what they reduce among them.
-        axis = None if mesh is None else mesh.replicate if replicas else mesh.shard
-        self._stream = Stream.ALL_REDUCE if replicas else Stream.REDUCE  # that of the collectives
+    def __init__(
+        self, axis: Axis | None, ranks: Sequence[int], streams: Streams | None, stream: Any, device: torch.device
+    ) -> None:
+        """The ranks of `axis` compare what they ran; all `ranks` say where they were when a collective fails.
+
+        Args:
+            axis: The ranks that must run the same.
+            ranks: All ranks of the model.
+            streams: Those of an accelerator; None: the host computes, and waits for results.
+            stream: That of the collectives, by its name among these.
+            device: The device of the collectives.
+        """
         others = axis is not None and axis.group is not None and not is_simulated(axis.group)
         self._axis: Axis | None = axis if others else None
-        self._ranks: list[int] = ranks_of(mesh.mesh) if mesh is not None else []
-        self.streams = streams  # None: the host computes, and waits for results
+        self._ranks = list(ranks)
+        self.streams, self._stream, self._device = streams, stream, device
         self._beside = axis_beside(self._axis) if streams is None and self._axis is not None else None
-        self._mesh = mesh
         self._on_device: Tensor | None = None  # memory for the comparisons that follow collectives
         self._log: deque[tuple[str, Named]] = deque(maxlen=_KEPT)
         self._count = 0
@@ -104,7 +117,7 @@ class Watch:
         self.has_agreed = self._axis is None  # whether a comparison has found no difference yet
 
     def note(self, unit: Named, what: str) -> None:
-        """Record that this rank runs a unit's module, or starts a collective."""
+        """Record that this rank runs a module, or starts a collective."""
         if len(self._ranks) < 2:
             return
         self._count += 1
@@ -141,9 +154,8 @@ class Watch:
         with streams.on(self._stream) as stream:
             both = self._on_device
             if both is None:
-                assert self._mesh is not None
                 stream.wait_event(now)  # the memory may be that of gradients that were freed
-                both = self._on_device = torch.empty(2, dtype=torch.int64, device=self._mesh.device)
+                both = self._on_device = torch.empty(2, dtype=torch.int64, device=self._device)
             both.fill_(checksum)
             both[1:].neg_()
             work = wire.all_reduce(axis, both, "max")

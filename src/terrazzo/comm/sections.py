@@ -1,5 +1,4 @@
-"""The all-gather and the reduce-scatter of `fully_shard`: those of `terrazzo.comm`, but on CPU large ones are messages
-between pairs of ranks.
+"""All-gather and reduce-scatter of the sections of a `FlatPlan`; on CPU large ones are messages between pairs of ranks.
 
 For large sections messages are faster: parts are received directly into their buffers, a rank's own part is not sent,
 and no step waits for another. A message has a tag, that of its parameters. If ranks run different modules, they wait
@@ -22,8 +21,8 @@ from terrazzo.comm import observe, wire
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.buffers import repeat
 from terrazzo.comm.collectives import all_gather_start, all_reduce_start, gather_into, reduce_scatter_start
+from terrazzo.comm.flat import FlatPlan, has_many
 from terrazzo.comm.pending import Pending
-from terrazzo.fsdp.run.flat import FlatPlan, has_many
 
 FIRST_TAG = 1 << 30  # lower tags are left to users
 

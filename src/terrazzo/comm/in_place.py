@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from terrazzo.comm.axis import Axis
+from terrazzo.comm.flat import FlatPlan
 from terrazzo.comm.pending import Pending
-from terrazzo.fsdp.run.direct import exchange, goes_by_messages, mean_of_two, report_collective
-from terrazzo.fsdp.run.flat import FlatPlan
+from terrazzo.comm.sections import exchange, goes_by_messages, mean_of_two, report_collective
 
 _LARGE = 1 << 16  # bytes of a chunk that is a message of its own
 
