@@ -67,6 +67,7 @@ def without(operations: Iterable[Operation], what: str) -> list[Operation]:
     ("what", "settings", "message"),
     [
         ("kept", {"reshard_inner": True}, "kept of . is read while keep .* may write it on stream compute"),
+        ("freed", {}, "shard of . is read while free .* may write it"),
         ("gathered", {}, "gathered of . is read while gather .* may write it on stream gather"),
         ("copied", {}, "gathered of . was given back, and its memory is taken while copy out .* may read it"),
         ("written", {}, "shard of . is read while write .* may write it"),

@@ -64,6 +64,7 @@ MUTATIONS = (
     # ---- fully_shard's plan: waits for marks, and the marks themselves
     _plan("wait GATHER copied"),
     _plan("wait GATHER kept", sharding.check_some_blocks_stay_gathered, world=4),
+    _plan("wait GATHER freed", sharding.check_writes_to_unsharded_parameters),
     _plan("wait COPY_OUT gathered", sharding.check_mixed_precision),
     _plan("wait REDUCE packed"),
     _plan("wait FINISH reduced", superfluous=_SAME_STREAM),
@@ -76,6 +77,7 @@ MUTATIONS = (
     _plan("wait FOLLOW written"),
     _plan("record gathered"),
     _plan("record copied"),
+    _plan("record freed", sharding.check_writes_to_unsharded_parameters),
     _plan("record kept", sharding.check_some_blocks_stay_gathered, world=4),
     _plan("record packed"),
     _plan("record reduced"),
@@ -162,12 +164,6 @@ MUTATIONS = (
         f"{_FSDP}.run.gradients:Gradients._call_hook",
         sharding.check_hooks_on_reductions,
         "current.wait_stream(stream)",
-        "pass",
-    ),
-    Mutation(
-        f"{_FSDP}.run.streams:Streams.follow",
-        sharding.check_writes_to_unsharded_parameters,
-        "self._beside[Stream.GATHER].wait_event(self.mark_of())",
         "pass",
     ),
     Mutation(

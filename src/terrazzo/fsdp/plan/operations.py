@@ -26,8 +26,8 @@ class Kind(Enum):
     GATHER = "gather"  # start to gather the shards of all ranks
     COPY_OUT = "copy out"  # wait for the gather, fill the unsharded parameters, and register them
     USE = "use"  # forward or backward computes with the unsharded parameters
-    FREE = "free"  # free the unsharded parameters, and register the sharded ones
-    KEEP = "keep"  # free them, but keep this rank's part over the smaller mesh
+    FREE = "free"  # write to the shards what users wrote to the unsharded parameters, free these, register the sharded
+    KEEP = "keep"  # the same, but keep this rank's part over the smaller mesh
     DISCARD = "discard"  # drop a gather that is not needed any more
     ACCUMULATE = "accumulate"  # keep unsharded gradients for a later reduction
     PACK = "pack"  # copy unsharded gradients into the buffer that is reduced

@@ -238,8 +238,8 @@ class _Planner:
             writes=gathered,
             takes=gathered,
             # An earlier gather's buffer was in this stream's memory, which is reused now; and the kept part was written
-            # by the compute stream.
-            waits=(Mark("copied", -1), *((Mark("kept", unit),) if inner else ())),
+            # by the compute stream, or the shard if users wrote to the parameters (else "freed" is not recorded).
+            waits=(Mark("copied", -1), Mark("kept" if inner else "freed", unit)),
             records=Mark("gathered", unit),
             moves=spec.sizes.kept_moves if inner else spec.sizes.gather_moves,
             why=why,
@@ -301,9 +301,13 @@ class _Planner:
         if where in (Where.GATHERING, Where.GATHERING_INNER):
             arriving = Buffer("gathered", unit), Buffer("unsharded", unit)  # one of them may have no memory yet
             self._emit(Kind.DISCARD, unit, gives=arriving, waits=(Mark("gathered", unit),))
-        if where is not Where.GATHERING:
-            kind = "unsharded" if where is Where.UNSHARDED else "kept"
-            self._emit(Kind.FREE, unit, gives=(Buffer(kind, unit),))
+        if where is Where.UNSHARDED:
+            unsharded, shard = Buffer("unsharded", unit), Buffer("shard", unit)
+            self._emit(
+                Kind.FREE, unit, reads=(unsharded,), writes=(shard,), gives=(unsharded,), records=Mark("freed", unit)
+            )
+        elif where is not Where.GATHERING:
+            self._emit(Kind.FREE, unit, gives=(Buffer("kept", unit),), records=Mark("freed", unit))
 
     def _keep(self, unit: int) -> None:
         if self.where[unit] is not Where.UNSHARDED or self.spec.units[unit].aliased:
@@ -314,7 +318,7 @@ class _Planner:
             Kind.KEEP,
             unit,
             reads=(unsharded,),
-            writes=(kept,),
+            writes=(kept, Buffer("shard", unit)),
             takes=(kept,),
             gives=(unsharded,),
             records=Mark("kept", unit),

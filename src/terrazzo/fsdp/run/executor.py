@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -17,15 +16,14 @@ import torch
 
 from terrazzo.comm.watch import Watch
 from terrazzo.errors import CommError
-from terrazzo.fsdp.misuse import remark_on_writes
-from terrazzo.fsdp.plan.operations import FOLLOWING, Buffer, Kind, Operation
+from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
 from terrazzo.fsdp.plan.planner import advance
 from terrazzo.fsdp.plan.state import State
 from terrazzo.fsdp.plan.units import Spec
 from terrazzo.fsdp.run.streams import Streams
 from terrazzo.fsdp.run.unit import Unit
 
-Call = Callable[[], None]
+Call = Callable[[], bool | None]  # False: it has written nothing, so nobody need wait for its mark
 
 _MANY = 4096  # states in the cache; a model whose modules always run in new orders always has new states
 
@@ -53,7 +51,6 @@ class Executor:
     def __init__(self, watch: Watch, watch_replicas: Watch) -> None:
         self.watch, self.watch_replicas = watch, watch_replicas
         self.observers: tuple[Observer, ...] = ()
-        self._remarked: set[str] = set()  # parameters that were written to in a step, of which users know
         self._epochs: dict[int, int] = {}  # by unit, the epoch that was last reported to observers
         self._nodes: dict[tuple[Spec, tuple[int, ...], State], _Node] = {}
         self._spec: Spec | None = None
@@ -116,6 +113,8 @@ class Executor:
             call = self.call_of(each)
             if call is not None:
                 call()
+            if each.kind in (Kind.FREE, Kind.KEEP):
+                self._observe_writes(self._units[each.unit])
             if each.kind is Kind.GATHER:
                 each = replace(each, epoch=self._units[each.unit].gathered_epoch)
             for observer in self.observers:
@@ -177,29 +176,14 @@ class Executor:
             Kind.FINISH: unit.finish,
             Kind.HAND_OVER: unit.hand_over,
         }
-        call = calls[kind]
-        return partial(self._end_use, unit, call) if kind in (Kind.FREE, Kind.KEEP) else call
-
-    def _end_use(self, unit: Unit, call: Call) -> None:
-        """Free a unit, when what users have written to its parameters in this step is in the shards."""
-        saved = unit.save_writes(quick=True)
-        if saved:
-            if self.streams is not None:
-                self.streams.follow()
-            if self.observers:
-                self._observe_writes(unit)
-                for each in FOLLOWING if self.streams is not None else ():
-                    for observer in self.observers:
-                        observer.ran(each, perf_counter())
-            self._remarked |= remark_on_writes(saved, self._remarked)
-        call()
+        return calls[kind]
 
     def _settle(self) -> None:
         for unit in self._units.values():
             unit.settle()
 
 
-def _noted(call: Call, watch: Watch, unit: Unit, what: str) -> Call:
+def _noted(call: Callable[[], None], watch: Watch, unit: Unit, what: str) -> Call:
     def run() -> None:
         watch.note(unit, what)
         call()

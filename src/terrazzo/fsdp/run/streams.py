@@ -23,8 +23,9 @@ class Streams:
         self._marks: dict[Mark, Any] = {}
         self.post_optim_event: Any = None  # gathers wait for it instead of everything queued before
 
-    def on_stream(self, operation: Operation, call: Callable[[], None] | None) -> Callable[[], None]:
-        """`call` on the operation's stream, after waiting for its marks, and before recording its own mark."""
+    def on_stream(self, operation: Operation, call: Callable[[], bool | None] | None) -> Callable[[], None]:
+        """`call` on the operation's stream, after waiting for its marks, and before recording its own mark, unless the
+        call returns False."""
         device, marks, waits, records = self._device, self._marks, operation.waits, operation.records
         beside = self._beside.get(operation.stream)
 
@@ -34,13 +35,14 @@ class Streams:
                 event = marks.get(mark)
                 if event is not None:
                     stream.wait_event(event)
+            found = None
             if call is not None:
                 if beside is None:
-                    call()
+                    found = call()
                 else:
                     with device.stream(beside):
-                        call()
-            if records is not None:
+                        found = call()
+            if records is not None and found is not False:
                 marks[records] = self.mark_of(stream)
 
         return self._queued if operation.kind is Kind.QUEUED else run
@@ -56,10 +58,6 @@ class Streams:
         event = self._device.Event()
         event.record(self._device.current_stream() if stream is None else stream)
         return event
-
-    def follow(self) -> None:
-        """Let gathers wait for everything that is queued on the current stream."""
-        self._beside[Stream.GATHER].wait_event(self.mark_of())
 
     def _queued(self) -> None:
         """Record what the gather stream waits for: the user's event, once, or everything queued so far."""

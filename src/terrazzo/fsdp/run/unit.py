@@ -21,7 +21,7 @@ from terrazzo.comm.sections import FIRST_TAG
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.meshes import DataMesh, InnerMesh
-from terrazzo.fsdp.misuse import check_optimizers_again
+from terrazzo.fsdp.misuse import check_optimizers_again, remark_on_writes
 from terrazzo.fsdp.offload import park_state_of
 from terrazzo.fsdp.parameter import ShardedParameter, mark_replaced, unmark_replaced
 from terrazzo.fsdp.plan.units import Sizes
@@ -55,6 +55,7 @@ class Unit:
         self._pending: list[Pending[Tensor]] = []
         self.gathered_epoch = -1  # the shards' epoch at the last gather
         self._saved_epoch = -1  # after writes to the unsharded parameters were last copied to the shards
+        self._remarked: set[str] = set()  # parameters that were written to in a step, of which users know
         self._kept: list[Kept | None] = []  # for each bucket its part over the smaller mesh; empty if none is kept
         slots = [(i, slot) for i, param in enumerate(self.params) for slot in param.slots]
         self._direct = [(parameters_of(slot.module), slot.name, i) for i, slot in slots if slot.direct]
@@ -473,8 +474,16 @@ class Unit:
         self._drop_kept()
         self._register(self._unsharded)
 
-    def free(self) -> None:
-        """Free the unsharded parameters' memory, and register the sharded ones. `save_writes` comes before it."""
+    def free(self) -> bool:
+        """Free the unsharded parameters' memory, and register the sharded ones; returns whether shards may have been
+        written to."""
+        saved = self.save_writes(quick=True)
+        if saved:
+            self._remarked |= remark_on_writes(saved, self._remarked)
+        self._free()
+        return bool(saved or self._kept)  # perhaps it was written to before a part was kept
+
+    def _free(self) -> None:
         for bucket in self.buckets:
             bucket.free()
         self._drop_kept()
@@ -491,6 +500,9 @@ class Unit:
 
     def keep(self) -> None:
         """Keep this rank's parts over smaller meshes, and free the rest."""
+        saved = self.save_writes(quick=True)
+        if saved:
+            self._remarked |= remark_on_writes(saved, self._remarked)
         if not self._kept:
             found = self._inner_of_buckets()
             self._kept = [None if inner is None else Kept(bucket, inner) for bucket, inner in found]
@@ -587,7 +599,7 @@ class Unit:
     def reset(self, *, gradients: bool) -> None:
         """Register sharded parameters after a failure; with `gradients`, also drop unsharded gradients."""
         with ExitStack() as also_if_one_raises:  # the last callback runs first
-            also_if_one_raises.callback(self.free)
+            also_if_one_raises.callback(self._free)
             if self._registered is self._unsharded or self.resting:
                 for bucket in self.buckets:
                     also_if_one_raises.callback(bucket.put_back)
