@@ -354,7 +354,6 @@ class Bucket:
         return shard.zero_() if self.plan.padded else shard
 
     def _remember_shards(self) -> None:
-        self._locals = [p.sharded._local for p in self.params]
         # Of two parameters that users have tied since, one does not lie in its place: both are collected each time.
         self._pointers = [view.data_ptr() for view in self.plan.own_views(self.shard)]
 

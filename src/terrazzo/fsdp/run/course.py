@@ -41,6 +41,16 @@ class Course:
         self.events.append((Event.REACH, unit, before))
 
 
+class Backward:
+    """What this rank knows of a backward that runs."""
+
+    def __init__(self) -> None:
+        self.courses: list[Course] = []  # those of the forwards that it has reached
+        self.reached: set[int] = set()  # the units that it has reached, on this rank
+        self.unnoticed: list[str] = []  # the names of those through which it ran without notice
+        self.records_graph = False  # for another backward to run through
+
+
 def any_open(courses: WeakSet[Course]) -> bool:
     """Whether there is a forward whose graph still exists and whose backward has not run."""
     return any(not each.done for each in courses)

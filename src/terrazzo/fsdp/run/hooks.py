@@ -141,10 +141,10 @@ def _before_backward(group: Group, before: tuple[int, ...], spot: Spot | None, g
     """Called when backward reaches an output of the modules; `before` are the units that ran before, latest first."""
     root: Root = group.root
     index: int = group.unit.index
-    if _records_graph(grad):
-        root.records_graph = True
+    records_graph = _records_graph(grad)
+    if records_graph:
         grad.register_hook(partial(_after_double_backward, group))
-    root.come_to(spot)
+    root.come_to(spot, records_graph)
     root.reach(index, before)
 
 
@@ -154,11 +154,8 @@ def _after_backward(group: Group, spot: Spot | None, grad: Tensor) -> None:
     unit: Unit = group.unit
     if _records_graph(grad):
         grad.register_hook(partial(_before_backward, group, (), None))
-    root.come_to(spot)
-    if root.state.phase[unit.index] is Phase.BACKWARD or unit.has_gradients():
-        if unit.index not in root.reached:
-            root.look_for_unnoticed(unit.index)
-        root.advance_without_graph((Event.REACH_END, unit.index))
+    root.come_to(spot, False)
+    root.leave(unit)
 
 
 def _records_graph(grad: Tensor) -> bool:

@@ -23,7 +23,7 @@ from terrazzo.fsdp.plan.state import Event, Phase, State, Where
 from terrazzo.fsdp.plan.step import Events
 from terrazzo.fsdp.plan.units import Spec, UnitSpec
 from terrazzo.fsdp.run.comm import Collectives, OwnComm
-from terrazzo.fsdp.run.course import Course, Spot, any_open
+from terrazzo.fsdp.run.course import Backward, Course, Spot, any_open
 from terrazzo.fsdp.run.executor import Executor, streams_for
 from terrazzo.fsdp.run.forming import COALESCE_BYTES, differ, form, part, runs_of
 from terrazzo.fsdp.run.memory import free_memory_aside
@@ -63,17 +63,13 @@ class Root:
         self.executor = Executor(self.watch, self.watch_replicas)
         self._use({group.unit: _where_now(group) for group in groups})
         self.is_last_backward = True
-        self.records_graph = False  # whether this backward does, for another one to run through
         self.coalesce_bytes = COALESCE_BYTES
         # What is to be done before the next forward: form all units again, or part those of different settings.
         self._joins, self._parts = False, True
         self._courses_made: WeakSet[Course] = WeakSet()  # those of forwards whose graphs exist
         self._entered: list[int] = []  # the units of this forward
         self.course: Course | None = None  # of this forward
-        self.reached: set[int] = set()  # the units that this rank's backward has reached
-        self._courses: list[Course] = []  # those of the forwards that it has reached
-        self._in_backward = False
-        self._unnoticed: list[str] = []  # the names of those through which it ran without notice
+        self._backward: Backward | None = None  # that runs
         self._gradients_wait = False  # for the step of an optimizer
         self._ran: set[int] = set()  # the units whose forwards this backward may run through
         self._backward_ended = False
@@ -117,7 +113,7 @@ class Root:
         Units get new memory for unsharded parameters, so it is done between steps, when no graph refers to what they
         had. Groups that were parted stay so, until `coalesce` is called.
         """
-        if not self._parts or not self._is_idle or self._in_backward:
+        if not self._parts or not self._is_idle or self._backward is not None:
             return
         many = [self.groups] if self._joins else [unit.groups for unit in self.units]
         runs = [run for groups in many for run in runs_of(groups, self.coalesce_bytes)]
@@ -213,7 +209,7 @@ class Root:
         try:
             self.executor.advance(event)
         except BaseException:
-            self._in_backward, self._courses = False, []
+            self._backward = None
             raise
 
     def advance_without_graph(self, event: tuple[Any, ...]) -> None:
@@ -233,7 +229,7 @@ class Root:
                 self.begin_forward(module)
             return
         inside = in_backward()
-        if inside and self._in_backward:  # computed again
+        if inside and self._backward is not None:  # computed again
             self._show_unsharded()
             self.advance((Event.FORWARD, module, True, ()))
             return
@@ -259,7 +255,7 @@ class Root:
         if self._backward_ended:
             self._backward_ended = False
             self._ran.clear()
-        if self._in_backward:
+        if self._backward is not None:
             self.recover()
         self.form_units()
         self._passing.clear()
@@ -363,31 +359,32 @@ class Root:
 
     # ------------------------------------------------------------------ backward
 
-    def begin_backward(self) -> None:
+    def _begin_backward(self) -> Backward:
         """Called once per backward."""
         if self._parts:
             self._check_units()
-        self._in_backward = True
+        found = self._backward = Backward()
         self._show_unsharded()
         self.settle()
         self._follow_flags()
         at_end_of_backward(self._end_backward)
+        return found
 
-    def come_to(self, spot: Spot | None) -> None:
+    def come_to(self, spot: Spot | None, records_graph: bool) -> None:
         """Called when backward comes to a spot: do what lies before it, which this rank's loss does not depend on."""
-        if not self._in_backward:
-            self.begin_backward()
+        backward = self._backward if self._backward is not None else self._begin_backward()
+        backward.records_graph = backward.records_graph or records_graph
         if spot is None:  # not in a forward
             return
         course, at = spot
-        if not self._courses or course is not self._courses[-1]:
-            self._begin_course(course)
+        if not backward.courses or course is not backward.courses[-1]:
+            self._begin_course(backward, course)
         if at + 1 < course.left:
             self._follow(course, at + 1)
         if at < course.left:
             course.left = at if at > 0 else 0
 
-    def _begin_course(self, course: Course) -> None:
+    def _begin_course(self, backward: Backward, course: Course) -> None:
         """Called when backward comes to another forward."""
         if course.root is not self:  # the module has another root now
             course.left = 0
@@ -397,34 +394,46 @@ class Root:
                 "had been changed, so that these are gathered in other messages now: change settings after the last "
                 "backward, or call set_coalesce_bytes(0) on the model"
             )
-        elif course not in self._courses:
-            for each in self._courses:  # later forwards, through which backward has run
+        elif course not in backward.courses:
+            for each in backward.courses:  # later forwards, through which backward has run
                 self._follow(each)
             course.left = len(course.events)
-            self._courses.append(course)
+            backward.courses.append(course)
 
     def _follow(self, course: Course, until: int = 0) -> None:
         """Do the events of a course that no hook on this rank has done, down to `until`."""
+        backward = self._backward
+        assert backward is not None
         while course.left > until:
             course.left -= 1
             kind, unit, *more = course.events[course.left]
             phase = self.state.phase[unit]
             if kind is Event.REACH and phase is Phase.IDLE:
-                if unit not in self.reached and self.unit_at(unit).with_own_gradients():
-                    self.look_for_unnoticed(unit)
+                if unit not in backward.reached and self.unit_at(unit).with_own_gradients():
+                    self._look_for_unnoticed(unit)
                 self._reach(unit, *more)
             elif kind is Event.REACH_END and phase is Phase.BACKWARD:
-                if not (self.records_graph and unit in self.reached):  # backward through this one may be in it
+                if not (backward.records_graph and unit in backward.reached):  # backward through this one may be in it
                     self.advance_without_graph((kind, unit))
 
     def reach(self, unit: int, before: tuple[int, ...]) -> None:
         """Called when backward reaches a unit; `before` are the units that ran before it, the latest first."""
+        assert self._backward is not None
+        reached = self._backward.reached
         if self.state.phase[unit] is not Phase.BACKWARD:
             known = self.groups[unit].unit
-            if len(known.modules) > 1 and unit not in self.reached and known.with_own_gradients():
-                self.look_for_unnoticed(unit)  # of another of its modules
+            if len(known.modules) > 1 and unit not in reached and known.with_own_gradients():
+                self._look_for_unnoticed(unit)  # of another of its modules
             self._reach(unit, before)
-        self.reached.add(unit)
+        reached.add(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """Called when backward leaves the unit's modules through an input."""
+        assert self._backward is not None
+        if self.state.phase[unit.index] is Phase.BACKWARD or unit.has_gradients():
+            if unit.index not in self._backward.reached:
+                self._look_for_unnoticed(unit.index)
+            self.advance_without_graph((Event.REACH_END, unit.index))
 
     def _reach(self, unit: int, before: tuple[int, ...]) -> None:
         self.advance_without_graph((Event.REACH, unit, before))
@@ -442,30 +451,30 @@ class Root:
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        for course in self._courses:
+        backward = self._backward
+        if backward is None:  # it has failed
+            return
+        for course in backward.courses:
             self._follow(course)
             course.done = True
-        self._courses = []
-        self._in_backward = False
         with_gradients = tuple(
             [unit.index for unit in self.units if unit.has_gradients() or self._waits_for_replicas(unit)]
         )
         for index in with_gradients:
-            if index not in self.reached:
-                self.look_for_unnoticed(index)
+            if index not in backward.reached:
+                self._look_for_unnoticed(index)
+        self._backward = None
         # A backward through this one's graph may begin inside modules that this one did not leave: nothing would tell,
         # so they stay unsharded. If their parameters got gradients, those are what was asked for.
-        graph, self.records_graph = ((True,) if self.records_graph else ()), False
+        graph = (True,) if backward.records_graph else ()
         self.advance((Event.BACKWARD_ENDS, with_gradients, self.is_last_backward, *graph))
         if self._passing[0][0] is Event.FORWARD:
             self.passes[self._passing[0][1]] = tuple(self._passing)
         self._passing.clear()
-        kept = self._ran | self.reached | set(with_gradients)
-        self.reached.clear()
+        kept = self._ran | backward.reached | set(with_gradients)
         if self.is_last_backward:
             self._gradients_wait = True
             self._rest(lambda unit: unit.has_sharded_gradients() or unit.was_written())
-        unnoticed, self._unnoticed = self._unnoticed, []
         for unit in self.units:
             # On all ranks, also on those that got no gradients, so that all take part when they are reduced.
             if not self._spec.units[unit.index].gradient_sync and unit.index in kept:
@@ -482,16 +491,16 @@ class Root:
                 "where the optimizer does not see them: something was computed from model.parameters() between forward "
                 "and backward. Compute it before forward, or in a module, or pass reshard_after_forward=True"
             )
-        if unnoticed:
+        if backward.unnoticed:
             self.recover()
             raise FSDPError(
-                f"backward computed gradients of {unnoticed} without notice, when their parameters were freed: an "
-                "output of the module reached the loss in an object that fully_shard does not look into, or as an "
-                "attribute. Return tensors, also in tuples, lists, sets, dicts, dataclasses or pytrees; or keep the "
-                "parameters with reshard_after_forward=False"
+                f"backward computed gradients of {backward.unnoticed} without notice, when their parameters were "
+                "freed: an output of the module reached the loss in an object that fully_shard does not look into, or "
+                "as an attribute. Return tensors, also in tuples, lists, sets, dicts, dataclasses or pytrees; or keep "
+                "the parameters with reshard_after_forward=False"
             )
 
-    def look_for_unnoticed(self, index: int) -> None:
+    def _look_for_unnoticed(self, index: int) -> None:
         """Note a unit with gradients if backward ran through its modules without a hook that said so, while its
         parameters were freed.
 
@@ -502,7 +511,8 @@ class Root:
             return
         arriving = where is Where.GATHERING and unit.in_place
         if arriving or any(gradients.have_nan() for gradients in unit.gradients):
-            self._unnoticed.append(unit.name)
+            assert self._backward is not None
+            self._backward.unnoticed.append(unit.name)
 
     def _waits_for_replicas(self, unit: Unit) -> bool:
         """Whether a unit has gradients from an earlier backward that must be reduced over the replicas now."""
@@ -517,11 +527,8 @@ class Root:
 
     def recover(self) -> None:
         """The last backward raised: nothing of it is of use."""
-        self.records_graph = self._in_backward = False
         self._entered = []
-        self.course, self._courses = None, []
-        self.reached.clear()
-        self._unnoticed = []
+        self.course = self._backward = None
         self.watch.forget()
         self.watch_replicas.forget()
         self.executor.reset(gradients=True)
