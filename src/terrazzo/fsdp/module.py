@@ -67,7 +67,8 @@ class FSDPModule(_Module):
         """Gather the parameters of this module's group, as its forward does; not those of inner groups.
 
         With `async_op=True` the gather is only started: `wait()` on the handle waits for it, as the module's forward
-        does. Between steps a group that shares messages with others leaves them first.
+        does. Between steps a group that shares messages with others leaves them first; where a graph of an earlier
+        forward exists, and in forward and backward, it is gathered together with them.
         """
         group = _group(self)
         root_of(group).unshard(group)
@@ -78,7 +79,10 @@ class FSDPModule(_Module):
         return None
 
     def reshard(self) -> None:
-        """Free the unsharded parameters of this module's group and register the sharded ones; not for inner groups."""
+        """Free the unsharded parameters of this module's group and register the sharded ones; not for inner groups.
+
+        Groups that share messages with it are freed, too; in forward and backward all are when the last has run.
+        """
         group = _group(self)
         root_of(group).reshard(group.unit)
 
