@@ -376,7 +376,7 @@ class _Planner:
             records=Mark("all-reduced", unit),
             moves=self._sizes(unit).all_reduce_moves,
         )
-        return one._replace(to_replicas=True)
+        return Reducing(unit, one.stored, True, one.released)
 
     def _finish(self, one: Reducing) -> None:
         """End a reduction: the sharded parameters get their gradients, or its result is kept for later."""
@@ -445,7 +445,7 @@ class _Planner:
 
     def _release(self, one: Reducing) -> Reducing:
         self._emit(Kind.RELEASE, one.unit, gives=(Buffer("packed", one.unit),), waits=(Mark("reduced", one.unit),))
-        return one._replace(released=True)
+        return Reducing(one.unit, one.stored, one.to_replicas, True)
 
     def _end_reductions(self) -> None:
         self.reducing = [self._to_replicas(one) for one in self.reducing]
