@@ -20,7 +20,7 @@ from torch.utils import _pytree
 
 from terrazzo._threads import Worker
 from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, FileSystemWriter, async_save, save
-from terrazzo.checkpoint.native import work
+from terrazzo.checkpoint.native import items
 from terrazzo.checkpoint.run.device_copies import ThisAccelerator, copy_from_devices
 from terrazzo.layout import Box
 from terrazzo.publish.host_copy import HostCopy
@@ -140,7 +140,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Double:
 
     monkeypatch.setattr(torch, "empty", sevens)
     # Other wrappers of tensors are refused.
-    monkeypatch.setattr(work, "data_of", lambda planner, item: planner.resolve_data(item))
+    monkeypatch.setattr(items, "data_of", lambda planner, item: planner.resolve_data(item))
     for name, value in {
         "current_accelerator": lambda check_available=False: torch.device("xpu"),
         "device_count": lambda: 2,
