@@ -38,14 +38,22 @@ def only_saves(cls: Any) -> bool:
     return cls.__name__ == "_NoopSaveInputs"
 
 
-def install(is_ours: type, run: Callable[..., Any]) -> None:
-    """Call `run(cls, *args, **kwargs)` if a tensor of class `is_ours` is among the arguments."""
+def install(is_ours: type, run: Callable[..., Any], made: Callable[[Any], Any]) -> None:
+    """Call `run(cls, *args, **kwargs)` if a tensor of class `is_ours` is among the arguments.
+
+    If one is only among the results, C++ has recorded the call for the wrapper, and `made(wrapper)` is returned for it.
+    """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         for a in args:
             if isinstance(a, is_ours):
                 return run(cls, *args, **kwargs)
-        return _original.__get__(None, cls)(*args, **kwargs)
+        result = _original.__get__(None, cls)(*args, **kwargs)
+        if isinstance(result, is_ours):
+            return made(result)
+        if type(result) is tuple and any(isinstance(r, is_ours) for r in result):
+            return tuple(made(r) if isinstance(r, is_ours) else r for r in result)
+        return result
 
     plain = _original.__get__(None, torch.autograd.Function)
     like(apply, plain)

@@ -19,7 +19,7 @@ from terrazzo.errors import DTensorArgumentError
 from terrazzo.tensor.api import distribute_module, distribute_tensor
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.ops import recurrent
-from terrazzo.tensor.ops.autograd import apply_function, forward_mode
+from terrazzo.tensor.ops.autograd import apply_function, forward_mode, with_graph_of_wrapper
 from terrazzo.tensor.ops.clipping import clipping_norm
 from terrazzo.tensor.ops.foreach import locals_to_step
 from terrazzo.tensor.ops.transforms import grad_and_value
@@ -31,7 +31,7 @@ def install() -> None:
     clipping.install(DTensor, clipping_norm)
     masked.install(DTensor, _full_mask)
     optimizers.install(DTensor, locals_to_step)
-    function_apply.install(DTensor, apply_function)
+    function_apply.install(DTensor, apply_function, with_graph_of_wrapper)
     transforms.install(DTensor, grad_and_value, lambda: forward_mode(None, (), {}))
     exporting.install(DTensor, refuse_export)
     replicating.install(DTensor, _refuse_replication)

@@ -17,6 +17,7 @@ import torch
 
 from terrazzo._torch.autograd import default_setup_context
 from terrazzo._torch.checkpointing import captured
+from terrazzo._torch.dispatching import attribute_of_wrapper
 from terrazzo._torch.function_apply import node_class_of, only_saves, plain_apply
 from terrazzo._torch.tensors import same_kind_of_storage
 from terrazzo.comm.axis import axis_of
@@ -321,6 +322,29 @@ def _hook_with_dtensors(node: Any) -> None:
         return super(node, self).register_prehook(lambda go: taken(hook(given(go, outs)), outs))
 
     node.register_hook, node.register_prehook = register_hook, register_prehook
+
+
+_wrapper_requires_grad = attribute_of_wrapper("requires_grad")
+
+
+class _LocalOf(Function):
+    """The local tensor of a wrapper that has a graph in C++; backward passes the wrapper's gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, wrapper: DTensor) -> torch.Tensor:
+        ctx.layout = wrapper._layout
+        return wrapper._local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return gradient_of(grads[0], ctx.layout)
+
+
+def with_graph_of_wrapper(made: DTensor) -> DTensor:
+    """What a Function of plain tensors returned, such as reentrant checkpointing, connected to the Function's node."""
+    if made._local.requires_grad or not _wrapper_requires_grad(made):
+        return made
+    return wrap(plain_apply(_LocalOf, made), made._layout)
 
 
 def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
