@@ -137,6 +137,7 @@ WRONG = {
     "shape of a matrix in place": lambda x: x.detach().clone().addmm_(x, x.t()),
     "shape of a product in place": lambda x: x.detach().sum().addr_(x.detach().sum(0), x.detach().sum(0)),
     "kind in place": lambda x: x.long().cos_(),
+    "kind of a logit in place": lambda x: x.long().logit_(),
     "kind of a quotient in place": lambda x: x.long().div_(x),
     "leaf": lambda x: x.mul_(2),
     "leaf where a mask is": lambda x: x.__setitem__(x > 0, 1.0),

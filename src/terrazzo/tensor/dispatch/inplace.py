@@ -20,7 +20,7 @@ from terrazzo.tensor.copied_view import check_autograd_allows, check_keeps_shape
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
 from terrazzo.tensor.dispatch.keys import remember
-from terrazzo.tensor.dispatch.outside_mesh import in_place_outside_mesh
+from terrazzo.tensor.dispatch.outside_mesh import in_place_outside_mesh, without_data
 from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import in_place_route
 from terrazzo.tensor.dispatch.spec import Call
@@ -61,9 +61,10 @@ def run_in_place(
             become(target, getattr(torch.Tensor, call.name)(*args, **kwargs))
         return target
     if target._layout.coord is None:
-        spec = apply_rule(call)
-        if spec is not None and len(spec.outs) == 1:
-            _check_shape(spec.shapes[0], target)
+        functional = _functional(call)
+        result = None if functional is None else without_data(functional, call.operands, loc, kw)[0]
+        if isinstance(result, torch.Tensor):
+            _check_written(result, target)
         return in_place_outside_mesh(call, args, loc, kw, kwargs)
     if call.name == "resize_as" and isinstance(args[1], DTensor) and args[1].numel() == target.numel():
         become(target, cast(DTensor, target.reshape(args[1].shape)))
@@ -116,19 +117,20 @@ def _functional(call: Call) -> Any:
     return None
 
 
-def _check_shape(shape: Sequence[int], target: DTensor) -> None:
-    """Raise unless a result of this shape can be written to the target."""
-    if tuple(shape) != tuple(target.shape):
+def _check_written(value: torch.Tensor, target: DTensor) -> None:
+    """Raise if a result cannot be written to the target."""
+    if value.shape != target.shape:
         raise DTensorError(
-            f"the result has shape {tuple(shape)} and cannot be written to a tensor of shape {tuple(target.shape)}"
+            f"the result has shape {tuple(value.shape)} and cannot be written to a tensor of shape "
+            f"{tuple(target.shape)}"
         )
+    if not torch.can_cast(value.dtype, target.dtype):
+        raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
 
 
 def write(target: DTensor, value: DTensor) -> None:
     """Copy `value` over `target`, in `target`'s layout; differentiable."""
-    _check_shape(value.shape, target)
-    if not torch.can_cast(value.dtype, target.dtype):
-        raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
+    _check_written(value, target)
     check_no_overlap(target._local, target._layout.shape)  # before communicating: some ranks have nothing to write
     local = redistribute_local(value._local, value._layout, target._layout)
     target._local.copy_(local)

@@ -88,7 +88,7 @@ def _results(
 ) -> Any:
     """What `func` returns, with DTensors without elements in the layouts `outs`; replicated if that is None."""
     given = [get_at(args, kwargs, o.path) for o in operands]
-    result, same = _without_data(func, operands, loc, kw)
+    result, same = without_data(func, operands, loc, kw)
     found: list[torch.Tensor] = []
     map_tensors(result, found.append)
     mesh = operands[0].layout.mesh
@@ -122,7 +122,7 @@ def _results(
     return result if result is NotImplemented else map_tensors(result, make)
 
 
-def _without_data(
+def without_data(
     func: Any, operands: Sequence[Operand], loc: Sequence[Any], kw: Mapping[str, Any]
 ) -> tuple[Any, list[torch.Tensor]]:
     """The result for tensors of the global shapes without data, and these; None if it depends on values."""
