@@ -4,6 +4,7 @@ operations   the operations, their buffers and streams
 units        the input of the planner: sizes and settings of each unit
 state        the planner's state, and the events
 planner      the pure function from a state and an event to operations and the next state
+course       the order of a backward, the same on all ranks
 step         the plan of a whole step, and its text
 check        proves that a plan, or a recorded step, has no races and stays within its memory
 """

@@ -6,10 +6,10 @@ registered, and those inside others during these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from terrazzo.fsdp.plan.course import Course
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
 from terrazzo.fsdp.plan.planner import advance
 from terrazzo.fsdp.plan.state import Event, Phase, State, Where
@@ -117,60 +117,44 @@ def expected(spec: Spec, run: Run) -> Events:
     return tuple(_Expected(spec).events_of(run))
 
 
-@dataclass(slots=True)
-class _Ran:
-    """A module that ran in forward, as backward needs it."""
-
-    unit: int
-    inside: list[_Ran]
-    begins: bool  # whether it was the first of its unit's modules
-    before: tuple[int, ...]  # units whose forwards ended before
-    outputs_have_gradients: bool
-    outermost: bool  # its unit is left at the end of backward
-
-
 class _Expected:
-    """Yields the expected events. It follows the state, on which some of them depend."""
+    """Collects the expected events: those of forward, and then its course, backwards, as on a rank whose loss reaches
+    all of it. It follows the state, on which some of them depend."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
         self._state = State.first(len(spec.units))
         self._events: list[tuple[Any, ...]] = []
-        self._trained = False  # whether any module that ran is trainable
+        self._course = Course(None, None)
 
-    def events_of(self, run: Run) -> Iterator[tuple[Any, ...]]:
+    def events_of(self, run: Run) -> list[tuple[Any, ...]]:
         self._tell(Event.FORWARD, run.module, False, ())
-        ran = self._forward(run, outermost=True)
+        self._forward(run, outermost=True)
         self._tell(Event.FORWARD_ENDS, False)
-        self._backward(ran)
+        for event in reversed(self._course.events):
+            if self._state.phase[event[1]] is (Phase.IDLE if event[0] is Event.REACH else Phase.BACKWARD):
+                self._tell(*event)
         self._tell(Event.BACKWARD_ENDS, (), True)
-        yield from self._events
+        return self._events
 
     def _tell(self, *event: Any) -> None:
         self._events.append(event)
         _, self._state = advance(self._spec, (), self._state, event)
 
-    def _forward(self, run: Run, outermost: bool = False) -> _Ran:
+    def _forward(self, run: Run, outermost: bool = False, trained: bool = False) -> bool:
+        """Forward of a module; `trained`, and what is returned: whether any that ran before, or until now, is."""
         unit = self._spec.modules[run.module]
         known = self._spec.units[unit]
-        begins = self._state.phase[unit] is Phase.IDLE and known.sizes is not None
+        if known.sizes is not None and self._state.phase[unit] is Phase.IDLE and not outermost:
+            self._course.entered(unit)
         self._tell(Event.ENTER, run.module, False)
-        self._trained = self._trained or (known.sizes is not None and known.trainable)
-        inside = [self._forward(each) for each in run.inside]
-        before = self._state.ended
+        trained = trained or (known.sizes is not None and known.trainable)
+        for each in run.inside:
+            trained = self._forward(each, trained=trained)
+        if trained:
+            self._course.left_by(unit, self._state.ended)
         self._tell(Event.LEAVE, run.module, True, False)
-        return _Ran(unit, inside, begins, before, self._trained, outermost)
-
-    def _backward(self, ran: _Ran) -> None:
-        if ran.outputs_have_gradients and not self._is_in_backward(ran.unit):
-            self._tell(Event.REACH, ran.unit, ran.before)
-        for each in reversed(ran.inside):
-            self._backward(each)
-        if ran.begins and not ran.outermost and self._is_in_backward(ran.unit):
-            self._tell(Event.REACH_END, ran.unit)
-
-    def _is_in_backward(self, unit: int) -> bool:
-        return self._state.phase[unit] is Phase.BACKWARD
+        return trained
 
 
 __all__ = ["Events", "Plan", "Run", "expected", "one_after_the_other", "plan_steps"]

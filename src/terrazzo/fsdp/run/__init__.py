@@ -9,7 +9,6 @@ unit             the operations on the parameters of a unit; the planner decides
 forming          which groups are one unit
 streams          streams and marks of an accelerator
 executor         from events to operations, and from operations to calls
-course           the order of a backward, the same on all ranks
 root             the shared state of the units of a model
 hooks            hooks on modules' forward and backward, which report events
 """

@@ -12,8 +12,8 @@ from terrazzo._torch.autograd import in_backward, watch_gradient, with_graph
 from terrazzo._torch.compiling import stay_eager
 from terrazzo.fsdp.copied import Copies
 from terrazzo.fsdp.group import Group
+from terrazzo.fsdp.plan.course import Spot
 from terrazzo.fsdp.plan.state import Event, Phase
-from terrazzo.fsdp.run.course import Spot
 from terrazzo.fsdp.run.root import Root, root_of
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.tree import map_tensors

@@ -18,12 +18,12 @@ from terrazzo.comm.watch import Watch
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.misuse import note_model, remark_on_single_group, remark_on_unsharded_gradients
+from terrazzo.fsdp.plan.course import Backward, Course, Spot, any_open
 from terrazzo.fsdp.plan.operations import Stream
 from terrazzo.fsdp.plan.state import Event, Phase, State, Where
 from terrazzo.fsdp.plan.step import Events
 from terrazzo.fsdp.plan.units import Spec, UnitSpec
 from terrazzo.fsdp.run.comm import Collectives, OwnComm
-from terrazzo.fsdp.run.course import Backward, Course, Spot, any_open
 from terrazzo.fsdp.run.executor import Executor, streams_for
 from terrazzo.fsdp.run.forming import COALESCE_BYTES, differ, form, part, runs_of
 from terrazzo.fsdp.run.memory import free_memory_aside
@@ -259,7 +259,7 @@ class Root:
             self.recover()
         self.form_units()
         self._passing.clear()
-        self.course = Course(self)
+        self.course = Course(self, self.units)
         self._courses_made.add(self.course)
         self.settle()
         self._expect(self._orders.get(module, ()))

@@ -23,9 +23,8 @@ class Course:
 
     __slots__ = ("__weakref__", "done", "events", "left", "root", "units")
 
-    def __init__(self, root: Any) -> None:
-        self.root = root
-        self.units = root.units  # as they were then
+    def __init__(self, root: Any, units: Any) -> None:
+        self.root, self.units = root, units  # as they were then
         self.done = False  # whether a backward has run through it
         self.events: list[tuple[Any, ...]] = []
         self.left = 0  # the number of events that the backward that runs has not come to
