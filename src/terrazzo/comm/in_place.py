@@ -41,7 +41,7 @@ class InPlace:
     # ------------------------------------------------------------------ gathers
 
     @property
-    def rest(self) -> int:
+    def buffered(self) -> int:
         """The elements of the small tensors, which are gathered into a buffer."""
         return sum(self._small_splits) * self.plan.n
 

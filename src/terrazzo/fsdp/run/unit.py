@@ -153,7 +153,7 @@ class Unit:
         return Sizes(
             in_place=in_place,
             shard=sum(bucket.shard.nbytes for bucket in self.buckets),
-            gathered=sum(_resting(bucket, in_place) for bucket in self.buckets),
+            gathered=sum(_buffer_of(bucket, in_place) for bucket in self.buckets),
             unsharded=sum(bucket.unsharded_bytes for bucket in self.buckets),
             kept=sum(kept_bytes(bucket, inner) for bucket, inner in self._inner_of_buckets() if inner is not None),
             gradients=sum(gradients.bytes for gradients in self.gradients),
@@ -610,10 +610,10 @@ class Unit:
             also_if_one_raises.callback(self.discard)
 
 
-def _resting(bucket: Bucket, in_place: bool) -> int:
+def _buffer_of(bucket: Bucket, in_place: bool) -> int:
     """The bytes of a gather's buffer."""
     how = bucket.in_place() if in_place else None
-    return bucket.gathered_bytes if how is None else how.rest * bucket.compute_dtype.itemsize
+    return bucket.gathered_bytes if how is None else how.buffered * bucket.compute_dtype.itemsize
 
 
 def _is_same(one: Layout, other: Layout) -> bool:
