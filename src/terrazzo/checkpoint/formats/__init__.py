@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from terrazzo._late import late
 
 if TYPE_CHECKING:
+    from terrazzo.checkpoint.formats.box_reader import BoxReader
     from terrazzo.checkpoint.formats.dcp_reader import DCPReader
     from terrazzo.checkpoint.formats.dcp_writer import DCPWriter
     from terrazzo.checkpoint.formats.deepspeed import DeepSpeedReader
     from terrazzo.checkpoint.formats.format import Format, Found, Writing
     from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader, HuggingFaceWriter
-    from terrazzo.checkpoint.formats.item_reader import ItemReader
     from terrazzo.checkpoint.formats.registry import detect, register
     from terrazzo.checkpoint.formats.source import Source
     from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
@@ -25,7 +25,7 @@ __all__ = [
     "Found",
     "HuggingFaceReader",
     "HuggingFaceWriter",
-    "ItemReader",
+    "BoxReader",
     "Source",
     "TorchSaveReader",
     "Writing",
@@ -41,7 +41,7 @@ __getattr__, __dir__ = late(
         "deepspeed": ["DeepSpeedReader"],
         "format": ["Format", "Found", "Writing"],
         "huggingface": ["HuggingFaceReader", "HuggingFaceWriter"],
-        "item_reader": ["ItemReader"],
+        "box_reader": ["BoxReader"],
         "registry": ["detect", "register"],
         "source": ["Source"],
         "torch_save_reader": ["TorchSaveReader"],

@@ -8,7 +8,6 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from terrazzo.checkpoint.formats.torch_archive import replace_tensors
 from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveFile
 from terrazzo.checkpoint.metadata import (
     STATE_DICT_TYPE,
@@ -85,7 +84,7 @@ class BroadcastingTorchSaveReader(PlainReader):
             if isinstance(entry, TensorStorageMetadata):
                 self._send_tensor(name, entry, items.get(name, []), planner)
             else:
-                value = self._from_coordinator(lambda name=name: self._value(name))
+                value = self._from_coordinator(lambda name=name: self._open().value(name))
                 for item in items.get(name, []):
                     planner.load_bytes(item, ObjectBytes(value))
 
@@ -102,14 +101,6 @@ class BroadcastingTorchSaveReader(PlainReader):
             self._file = TorchSaveFile(Place(self.checkpoint_id))
         return self._file
 
-    def _value(self, name: str) -> Any:
-        file = self._open()
-        return replace_tensors(file.contents[name], file.archive.tensor)
-
-    def _read_piece(self, name: str, window: Box, piece: torch.Tensor) -> None:
-        file = self._open()
-        file.archive.read_box(file.contents[name], window, piece)
-
     # -------------------------------------------------------------- on every rank
 
     def _send_tensor(
@@ -125,7 +116,7 @@ class BroadcastingTorchSaveReader(PlainReader):
         device = wire_device() if _together() else torch.device("cpu")
         for window in row_major_windows(entry.size, max(_PIECE // dtype.itemsize, 1)):
             piece = torch.empty(window.lengths, dtype=dtype, device=device)
-            self._from_coordinator(lambda window=window, piece=piece: self._read_piece(name, window, piece))
+            self._from_coordinator(lambda window=window, piece=piece: self._open().read_box(name, window, piece))
             if _together() and piece.numel():
                 dist.broadcast(piece.reshape(-1).view(torch.uint8), src=self.coordinator_rank)
             for _, box, target in targets:

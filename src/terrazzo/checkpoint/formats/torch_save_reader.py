@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.formats.item_reader import ItemReader
+from terrazzo.checkpoint.formats.box_reader import BoxReader
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive, replace_tensors
 from terrazzo.checkpoint.formats.zip_reading import Window
 from terrazzo.checkpoint.metadata import (
@@ -20,10 +20,7 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.native.items import target_of
-from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store
-from terrazzo.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores import Place, ReadFile
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
@@ -53,22 +50,20 @@ class TorchSaveFile:
             storage_meta=StorageMeta(str(path)),
         )
 
-    def read(self, item: ReadItem, planner: LoadPlanner) -> int:
-        """Pass the planner the value of an item. Returns the number of bytes that were read."""
-        name = item.storage_index.fqn
-        value = self.contents.get(name)
-        if item.type is LoadItemType.BYTE_IO:
-            planner.load_bytes(item, ObjectBytes(replace_tensors(value, self.archive.tensor)))
-            return 0
-        if not isinstance(value, StoredTensor):
+    def value(self, name: str) -> Any:
+        """A value that is not a tensor."""
+        return replace_tensors(self.contents.get(name), self.archive.tensor)
+
+    def read_box(self, name: str, box: Box, target: torch.Tensor) -> int:
+        """Fill `target` with a box of a tensor; returns the bytes that were read."""
+        stored = self.contents.get(name)
+        if not isinstance(stored, StoredTensor):
             raise CheckpointCorruptError(f"{name}: the file holds no tensor of this name")
-        target = target_of(planner, item)
-        self.archive.read_box(value, Box(tuple(item.storage_offsets), tuple(item.lengths)), target)
-        planner.commit_tensor(item, target)
-        return target.numel() * value.dtype.itemsize
+        self.archive.read_box(stored, box, target)
+        return target.numel() * stored.dtype.itemsize
 
 
-class TorchSaveReader(ItemReader):
+class TorchSaveReader(BoxReader):
     """Reads a file of `torch.save` that holds a state dict, nested or flat.
 
     Each rank reads the parts that it needs, as from any checkpoint. The file's pickle is read as plain data; one that
@@ -89,13 +84,18 @@ class TorchSaveReader(ItemReader):
         return self._opened.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        if self._opened is None:
-            self._opened = TorchSaveFile(self.place)
+        self._file()
 
-    def read_item(self, item: ReadItem, planner: LoadPlanner) -> int:
+    def value(self, name: str) -> Any:
+        return self._file().value(name)
+
+    def read_box(self, name: str, box: Box, target: torch.Tensor) -> int:
+        return self._file().read_box(name, box, target)
+
+    def _file(self) -> TorchSaveFile:
         if self._opened is None:
             self._opened = TorchSaveFile(self.place)
-        return self._opened.read(item, planner)
+        return self._opened
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from terrazzo.checkpoint.formats.box_reader import BoxReader
 from terrazzo.checkpoint.formats.deepspeed.contents import Contents
 from terrazzo.checkpoint.formats.deepspeed.tensors import Readable
 from terrazzo.checkpoint.formats.deepspeed.universal import is_universal, read_universal
 from terrazzo.checkpoint.formats.deepspeed.zero import read_partitioned
-from terrazzo.checkpoint.formats.item_reader import ItemReader
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -25,16 +25,13 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.native.items import target_of
 from terrazzo.checkpoint.native.names import LATEST, named_by_latest
-from terrazzo.checkpoint.native.objects import ObjectBytes
-from terrazzo.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
 
-class DeepSpeedReader(ItemReader):
+class DeepSpeedReader(BoxReader):
     """Reads what DeepSpeed saved in ZeRO stages 1, 2 and 3, and universal checkpoints, under terrazzo's engine's names.
 
     Weights are `module.<name>`, in float32 where the optimizer has them so; its state is
@@ -67,21 +64,17 @@ class DeepSpeedReader(ItemReader):
             self._contents = _read_contents(tag_folder(self.place))
         return self._contents
 
-    def read_item(self, item: ReadItem, planner: LoadPlanner) -> int:
-        name = item.storage_index.fqn
-        value = self.contents().values.get(name)
-        if item.type is LoadItemType.BYTE_IO:
-            planner.load_bytes(item, ObjectBytes(value))
-            return 0
-        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        target = target_of(planner, item)
+    def value(self, name: str) -> Any:
+        return self.contents().values.get(name)
+
+    def read_box(self, name: str, box: Box, target: torch.Tensor) -> int:
+        value = self.value(name)
         if isinstance(value, Readable):
             value.read_box(box, target)
         elif isinstance(value, torch.Tensor):
             target.copy_(value[box.slices()])
         else:
             raise CheckpointCorruptError(f"{name}: the checkpoint holds no tensor of this name")
-        planner.commit_tensor(item, target)
         return target.nbytes
 
     @classmethod
