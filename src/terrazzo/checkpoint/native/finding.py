@@ -38,6 +38,13 @@ class Asked(Protocol):
     def parts(self) -> Sequence[Overlap]: ...
 
 
+class AskedParts(msgspec.Struct, frozen=True):
+    """Such a request, and no more."""
+
+    source: str
+    parts: Sequence[Overlap]
+
+
 # A chunk of a tensor's grid that a target needs: the target's number, the tensor, and what of the chunk.
 _Sought = tuple[int, StoredTensor, Overlap]
 

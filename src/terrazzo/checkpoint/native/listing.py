@@ -7,14 +7,12 @@ from functools import cached_property
 from math import prod
 from typing import Any, Final
 
-import msgspec
-
 from terrazzo.checkpoint.listing import Entry, Listing, corner
 from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.chunks import Chunks, Overlap
 from terrazzo.checkpoint.native.commit import committed_manifest
 from terrazzo.checkpoint.native.dtype_names import itemsize_of
-from terrazzo.checkpoint.native.finding import PartIndexes
+from terrazzo.checkpoint.native.finding import AskedParts, PartIndexes
 from terrazzo.checkpoint.native.numbers import numbers_of
 from terrazzo.checkpoint.native.overlaps import Overlaps
 from terrazzo.checkpoint.native.peeking import box_of_chunk
@@ -30,11 +28,6 @@ def about_save(manifest: Root) -> dict[str, Any]:
     """The facts of a manifest about the whole save: when, with which version, by how many ranks."""
     head = manifest.head
     return {"writer": head.writer, "created": head.created, "ranks": head.ranks, "files": len(manifest.data_files)}
-
-
-class _Asked(msgspec.Struct, frozen=True):
-    source: str
-    parts: Sequence[Overlap]
 
 
 class NativeListing(Listing):
@@ -89,7 +82,7 @@ class NativeListing(Listing):
     def _bytes_of(self, name: str, parts: Sequence[Overlap]) -> bytes:
         """The bytes of parts that are one row, or a piece of one."""
         found: dict[int, bytes] = {}  # by where they are in the row
-        for each in self._index.find([_Asked(name, parts)]):
+        for each in self._index.find([AskedParts(name, parts)]):
             assert each.overlap is not None
             data = box_of_chunk(self._store, each.chunk, Box(each.offsets, each.lengths))
             before = 0 if each.part is None else sum(each.part.offsets[-1:])  # 0 dims: one element

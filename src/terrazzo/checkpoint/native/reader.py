@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
 
 import torch
 
 from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
-from terrazzo.checkpoint.native.finding import PartIndexes
+from terrazzo.checkpoint.native.finding import Asked, AskedParts, PartIndexes
 from terrazzo.checkpoint.native.items import InPairs, on_meta
 from terrazzo.checkpoint.native.memory import bytes_of, empty
 from terrazzo.checkpoint.native.plans import Target
@@ -19,9 +18,6 @@ from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.native.spans import Wanted
 from terrazzo.checkpoint.planner import LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores.base import Store
-from terrazzo.layout.box import Box
-
-_NO_BOX: Final = Box((), ())
 
 
 class Reading:
@@ -29,7 +25,6 @@ class Reading:
 
     def __init__(self, store: Store, manifest: Root, *, verify: bool) -> None:
         self.manifest = manifest
-        self._store = store
         self.index = PartIndexes(manifest, store)
         self.requests = Requests(store, verify=verify)
 
@@ -50,7 +45,14 @@ class Reading:
 
     def read_targets(self, targets: Sequence[Target]) -> None:
         """Fill the targets of a plan of our own."""
-        self._read(targets, lambda number, overlap: targets[number].part(overlap))
+
+        def resolve(number: int, overlap: Overlap) -> torch.Tensor:
+            tensor = targets[number].part(overlap)
+            if tensor.is_meta:
+                raise on_meta(targets[number].name)
+            return tensor
+
+        self._read(targets, resolve)
 
     def read_items(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """Fill what a planner hands out for each tensor item."""
@@ -59,13 +61,8 @@ class Reading:
             self._read_group(group, calls)
 
     def _read_group(self, items: Sequence[ReadItem], calls: InPairs) -> None:
-        nothing = torch.empty(0)
-        asked = [
-            Target(item.dest_index.fqn, item.storage_index.fqn, nothing, _NO_BOX, (self._overlap_of(item),))
-            for item in items
-        ]
         self._read(
-            asked,
+            [AskedParts(item.storage_index.fqn, (self._overlap_of(item),)) for item in items],
             lambda number, overlap: calls.target(items[number]),
             lambda number, tensor: calls.filled(items[number], tensor),
         )
@@ -82,12 +79,12 @@ class Reading:
     @torch.no_grad()
     def _read(
         self,
-        targets: Sequence[Target],
+        asked: Sequence[Asked],
         resolve: Callable[[int, Overlap], torch.Tensor],
         commit: Callable[[int, torch.Tensor], None] | None = None,
     ) -> None:
-        """Fill what `resolve` gives for each part of each target, and tell `commit` when it is full."""
-        found = self.index.find(targets)
+        """Fill what `resolve` gives for each part that is asked for, and tell `commit` when it is full."""
+        found = self.index.find(asked)
         pieces = Counter((each.target, id(each.overlap)) for each in found if each.part is not None)
         in_pieces: dict[tuple[int, int], Filling] = {}
 
@@ -97,10 +94,7 @@ class Reading:
                 assert overlap is not None
                 filling = in_pieces.get((number, id(overlap))) if in_pieces else None
                 if filling is None:
-                    tensor = resolve(number, overlap)
-                    if tensor.is_meta:
-                        raise on_meta(targets[number].name)
-                    filling = Filling(tensor, number)
+                    filling = Filling(resolve(number, overlap), number)
                     if each.part is not None:
                         filling.left = pieces[number, id(overlap)]
                         in_pieces[number, id(overlap)] = filling
