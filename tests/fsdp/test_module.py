@@ -42,10 +42,14 @@ def check_settings_that_stay() -> None:
     model = shard_blocks(Model())
     made: list[Root] = []
     found = []
+
+    def hook(gradients: Tensor) -> None:
+        gradients.mul_(1.0)
+
     with pytest.MonkeyPatch.context() as patch:
         before = Root.spec
         patch.setattr(Root, "spec", lambda self: made.append(self) or before(self))
-        for sync in (True, True, False, False):
+        for sync in (True, True, False, False, True):
             made.clear()
             for x, y in batches(2):
                 model.set_requires_gradient_sync(sync)
@@ -53,9 +57,16 @@ def check_settings_that_stay() -> None:
                 model.set_reshard_after_forward(True)
                 model.set_requires_all_reduce(True)
                 model.set_reduce_scatter_max_input_buffers(2)
+                model.set_coalesce_bytes(1000)
+                model.set_all_reduce_hook(hook)
+                model.set_reduce_scatter_divide_factor(2.0)
+                model.set_force_sum_reduction_for_comms(True)
+                model.set_separate_reduce_scatter_group()
+                model.set_modules_to_forward_prefetch([model.blocks[0]])
+                model.set_modules_to_backward_prefetch([model.blocks[1]])
                 loss_of(model, mine(x), mine(y)).backward()
             found.append(len(made))
-    assert found[1:] == [0, 1, 0]
+    assert found[1:] == [0, 1, 0, 0]  # with or without a reduction was planned before
 
 
 def test_settings_that_stay_as_they_are():

@@ -67,6 +67,16 @@ class Group:
         """The meshes on which its parameters are sharded."""
         return list(dict.fromkeys([self.settings.mesh, *(param.mesh for param in self.params)]))
 
+    def switches(self) -> tuple[bool, ...]:
+        """The settings that are often changed, and on which no size depends."""
+        return (
+            self.reshard_after_forward,
+            self.reshard_inner,
+            self.reshard_after_backward,
+            self.gradient_sync,
+            self.options.all_reduce,
+        )
+
     def holders(self) -> list[nn.Module]:
         """The modules in which parameters of the group are registered."""
         return list(dict.fromkeys(slot.module for param in self.params for slot in param.slots))

@@ -123,7 +123,7 @@ class FSDPModule(_Module):
             raise FSDPValueError(f"reshard_after_forward must be True or False here, not {reshard_after_forward!r}")
         for group in _groups(self, recurse):
             group.auto_reshard = False
-            _set(group, group, reshard_after_forward=reshard_after_forward, reshard_inner=False)
+            _switch(group, group, reshard_after_forward=reshard_after_forward, reshard_inner=False)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether to reshard after backward.
@@ -132,7 +132,7 @@ class FSDPModule(_Module):
         gradients are accumulated. When an optimizer has changed the shards, the next forward gathers again.
         """
         for group in _groups(self, recurse):
-            _set(group, group, reshard_after_backward=reshard_after_backward)
+            _switch(group, group, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward gathers the parameters. An embedding's backward, for instance, does not need them."""
@@ -143,14 +143,16 @@ class FSDPModule(_Module):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Set the modules whose gathers start, in forward, when this module's parameters are unsharded."""
-        _changing(self).forward_prefetch = _prefetched(modules, "set_modules_to_forward_prefetch")
+        group = _group(self)
+        _set(group, group, forward_prefetch=_prefetched(modules, "set_modules_to_forward_prefetch"))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Set the modules whose gathers start, in backward, when this module's parameters are unsharded.
 
         By default that is the module whose forward ended just before this one's.
         """
-        _changing(self).backward_prefetch = _prefetched(modules, "set_modules_to_backward_prefetch")
+        group = _group(self)
+        _set(group, group, backward_prefetch=_prefetched(modules, "set_modules_to_backward_prefetch"))
 
     def set_coalesce_bytes(self, nbytes: int) -> None:
         """Set the most bytes of parameters of small groups in a row, with equal settings, that share messages.
@@ -176,12 +178,12 @@ class FSDPModule(_Module):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients. If not, each rank accumulates its unsharded gradients."""
         for group in _groups(self, recurse):
-            _set(group, group, gradient_sync=requires_gradient_sync)
+            _switch(group, group, gradient_sync=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients over the replicas of HSDP; if not, each accumulates its own."""
         for group in _groups(self, recurse):
-            _set(group, group.options, all_reduce=requires_all_reduce)
+            _switch(group, group.options, all_reduce=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Change nothing: parameters without a gradient on this rank are always reduced, with zeros from this rank.
@@ -213,14 +215,15 @@ class FSDPModule(_Module):
             hook: Called as `hook(reduced)`.
             stream: The stream of the accelerator on which the hook runs; ignored with HSDP.
         """
-        options = _changing(self).options
-        options.hook, options.hook_stream = hook, stream
+        group = _group(self)
+        _set(group, group.options, hook=hook, hook_stream=stream)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Set the factor by which the sum of the ranks' gradients is divided, instead of the number of ranks."""
         if not factor > 0:
             raise FSDPValueError(f"the divide factor must be positive, not {factor}")
-        _changing(self).options.divisor = float(factor)
+        group = _group(self)
+        _set(group, group.options, divisor=float(factor))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """The same as `set_reduce_scatter_divide_factor`."""
@@ -256,9 +259,9 @@ class FSDPModule(_Module):
             comm: Allocates with `allocate(size, dtype=, device=)`, and is called as `comm(output_tensor=,
                 input_tensor=, group=, async_op=)`. Inputs have the same size on all ranks.
         """
-        group = _changing(self)
-        group.options.all_gather = comm
-        _pad(group)
+        group = _group(self)
+        if _set(group, group.options, all_gather=comm):
+            _pad(group)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Use `comm` for this group's reduce-scatters.
@@ -267,13 +270,14 @@ class FSDPModule(_Module):
             comm: As for `set_custom_all_gather`, but called with `op=` too: `ReduceOp.SUM`, or `ReduceOp.AVG` on
                 accelerators unless `set_force_sum_reduction_for_comms` was called.
         """
-        group = _changing(self)
-        group.options.reduce_scatter = comm
-        _pad(group)
+        group = _group(self)
+        if _set(group, group.options, reduce_scatter=comm):
+            _pad(group)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether custom reductions are called with `ReduceOp.SUM` only; results are then divided afterwards."""
-        _changing(self).options.force_sum = enable
+        group = _group(self)
+        _set(group, group.options, force_sum=enable)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set whether gradients are reduced by a process group of their own, so that gathers do not wait for them.
@@ -281,10 +285,9 @@ class FSDPModule(_Module):
         All ranks that shard must call it together.
         """
         for group in _groups(self, recurse):
-            if group.root is not None:
-                group.root.changed()
             axes = [mesh.shard for mesh in group.meshes] if enable else []
-            group.options.reduce_axes = {axis: axis_beside(axis) for axis in axes}
+            if set(group.options.reduce_axes) != set(axes):
+                _set(group, group.options, reduce_axes={axis: axis_beside(axis) for axis in axes})
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether buffers of gathers and reductions are allocated by the process group's backend, if it can.
@@ -440,14 +443,27 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
         root.share_streams_of(roots[0])
 
 
-def _set(group: Group, owner: Any, **settings: Any) -> None:
-    """Set attributes of the group or of its options. Plans are made again only if one changes: programs set some for
-    every micro-batch."""
+def _set(group: Group, owner: Any, **settings: Any) -> bool:
+    """Set attributes of the group or of its options; returns whether one changes. Only then plans are made again:
+    programs set some for every micro-batch."""
+    changed = _change(owner, settings)
+    if changed and group.root is not None:
+        group.root.changed()
+    return changed
+
+
+def _switch(group: Group, owner: Any, **settings: bool) -> None:
+    """`_set` for a group's `switches`."""
+    if _change(owner, settings) and group.root is not None:
+        group.root.switched()
+
+
+def _change(owner: Any, settings: dict[str, Any]) -> bool:
+    if all(getattr(owner, name) == value for name, value in settings.items()):
+        return False
     for name, value in settings.items():
-        if getattr(owner, name) != value:
-            setattr(owner, name, value)
-            if group.root is not None:
-                group.root.changed()
+        setattr(owner, name, value)
+    return True
 
 
 def _prefetched(modules: Iterable[Any], method: str) -> list[Group]:

@@ -77,7 +77,8 @@ class Root:
         self._orders: dict[int, tuple[int, ...]] = {}
         self._order: tuple[int, ...] = ()
         self._spec = Spec((), False)
-        self._changed = self._reordered = True
+        self._specs: dict[tuple[tuple[bool, ...], ...], Spec] = {}  # by the groups' switches, since sizes last changed
+        self._changed = self._switched = self._reordered = True
         self._passing: deque[tuple[Any, ...]] = deque(maxlen=_MOST_EVENTS)  # events since the last forward began
         self.passes: dict[int, Events] = {}  # by outermost module, the events of its last forward with a backward
 
@@ -159,6 +160,20 @@ class Root:
         """Called when a setting has changed: plans must be made again, and perhaps units."""
         self._changed = self._parts = True
 
+    def switched(self) -> None:
+        """Called when a group's `switches` have changed: as `changed`, but sizes are as they were."""
+        self._switched = self._parts = True
+
+    def _spec_now(self) -> Spec:
+        """`spec`, made once for these switches: programs turn some of them in every step."""
+        if self._changed:
+            self._specs.clear()
+        key = tuple([unit.groups[0].switches() for unit in self.units])
+        found = self._specs.get(key)
+        if found is None:
+            found = self._specs[key] = self.spec()
+        return found
+
     def spec(self) -> Spec:
         """The input of the planner."""
         units = [UnitSpec(group.name, modules=0) for group in self.groups]
@@ -200,10 +215,10 @@ class Root:
             with outside_transforms():
                 self.advance(event)
             return
-        if self._changed or self._reordered:
-            if self._changed:
-                self._spec = self.spec()
-            self._changed = self._reordered = False
+        if self._changed or self._switched or self._reordered:
+            if self._changed or self._switched:
+                self._spec = self._spec_now()
+            self._changed = self._switched = self._reordered = False
             self.executor.plan_with(self._spec, self._order)
         self._passing.append(event)
         try:
