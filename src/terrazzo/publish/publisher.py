@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
-from terrazzo.checkpoint.plan.digest import digest_of_tensor
+from terrazzo.checkpoint.plan.digest import digests_of_tensors
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import DivergentValueError, PublishError
 from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
@@ -153,7 +153,7 @@ class Publisher:
             free = [each for each in self._snapshots if not self._sender.reads(each)]
             snapshots.append(free[-1] if free else Snapshot(own, self._dtype))
             snapshots[0].take(own)
-            digests = [digest_of_tensor(parts.parts[place].data) for place in self._share.compared]
+            digests = digests_of_tensors([parts.parts[place].data for place in self._share.compared])
             mine = dict(zip(self._share.peers, digests, strict=True))
             return msgspec.msgpack.encode((number, msgspec.msgpack.encode(mine)))
 

@@ -17,6 +17,7 @@ import terrazzo.checkpoint as checkpoint
 from device_ranks import run_on_devices
 from late_ranks import run_late
 from terrazzo.checkpoint import CheckpointManager, DefaultStager, StagingOptions
+from terrazzo.checkpoint.plan.digest import digests_of_tensors
 from terrazzo.publish import Channel, Publisher, Receiver
 from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
 from terrazzo.testing import late
@@ -263,6 +264,27 @@ CHECKS = (
     check_publishing_in_bfloat16,
     check_publishing_through_a_channel,
 )
+
+
+def check_digests(device):
+    """Replicated values are compared by digests: for all of them the host waits once."""
+    tensors = [torch.arange(3, device=device), torch.arange(2_500_000.0, device=device), torch.ones(0, device=device)]
+    waits = late.host_waits()
+    found = digests_of_tensors(tensors)
+    assert late.host_waits() == waits + 1
+    odd, digest = 0x9E3779B97F4A7C15, 0
+    for position, byte in enumerate(torch.arange(3).view(torch.uint8).tolist(), start=1):
+        place = (position * odd + (1 << 63)) % (1 << 64) - (1 << 63)
+        digest += (byte + 1) * (place ^ (place >> 29))
+    assert found[0] == digest % (1 << 64) and found[2] == 0
+    tensors[1][2_000_000] += 1
+    again = digests_of_tensors(tensors)
+    assert again[0] == found[0] and again[1] != found[1]
+
+
+@pytest.mark.long
+def test_the_host_waits_once_to_compare_values():
+    run_late(1, check_digests)
 
 
 @pytest.mark.long

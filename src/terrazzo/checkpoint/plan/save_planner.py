@@ -31,7 +31,7 @@ from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.native.root import TENSOR, TYPED
 from terrazzo.checkpoint.native.rows import Form, Row, form_of, object_row
-from terrazzo.checkpoint.plan.digest import digest_of_tensor
+from terrazzo.checkpoint.plan.digest import digests_of_tensors
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache, deduplicated, merged_metadata
 from terrazzo.checkpoint.plan.ownership import Claim, Held, Negotiation
@@ -195,6 +195,7 @@ class DefaultSavePlanner(SavePlanner):
         claimed = [number for number, row in enumerate(rows) if row.holders != (self.rank,)]
         places = {number: place for place, number in enumerate(claimed)}
         claims = [self._claim(rows[number]) for number in claimed]
+        self._add_contents(claims, [rows[number] for number in claimed])
         for place, number in enumerate(claimed):
             first: Any = rows[number].tied
             if first in places:
@@ -322,11 +323,19 @@ class DefaultSavePlanner(SavePlanner):
         if row.value is None:  # of an item that a subclass has made
             return Claim(name, identity, nbytes, None)
         lowest = bool(self.lowest_rank_wins) and matches_any(name, self.lowest_rank_wins)
-        content, lenient = None, False
-        if row.holders is None and not lowest and len(self.ranks) > 1:
-            content = _digest_of(row.value)
-            lenient = _is_lenient(name, row.value)
-        return Claim(name, identity, nbytes, row.holders, content, lowest, lenient)
+        return Claim(name, identity, nbytes, row.holders, lowest=lowest)
+
+    def _add_contents(self, claims: list[Claim], rows: Sequence[Row]) -> None:
+        """Complete the claims of values that other ranks may hold, too, with digests of the values."""
+        compared = [
+            place
+            for place, (claim, row) in enumerate(zip(claims, rows, strict=True))
+            if claim.holders is None and row.value is not None and not claim.lowest and len(self.ranks) > 1
+        ]
+        contents = _digests_of([rows[place].value for place in compared])
+        for place, content in zip(compared, contents, strict=True):
+            lenient = _is_lenient(claims[place].name, rows[place].value)
+            claims[place] = msgspec.structs.replace(claims[place], content=content, lenient=lenient)
 
     def items_of(self, plan: SavePlan, rows: Sequence[Row]) -> list[WriteItem]:
         """The items of a plan, or parts of them, of which these rows have been made and kept."""
@@ -431,7 +440,6 @@ def _is_lenient(name: str, value: Any) -> bool:
     return name.rpartition(".")[2] in _STATISTICS
 
 
-def _digest_of(value: Any) -> int:
-    if isinstance(value, ObjectBytes):
-        return checksum(value.encoded())
-    return digest_of_tensor(value)
+def _digests_of(values: Sequence[Any]) -> list[int]:
+    of_tensors = iter(digests_of_tensors([value for value in values if not isinstance(value, ObjectBytes)]))
+    return [checksum(value.encoded()) if isinstance(value, ObjectBytes) else next(of_tensors) for value in values]
