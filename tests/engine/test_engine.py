@@ -10,6 +10,7 @@ import terrazzo
 from engine.runs import Model, averaged, batches, config, engine_of, loss_of, make_model, train, train_plainly, weights
 from ranks import run_ranks
 from terrazzo.engine import initialize
+from terrazzo.engine.placing import backends
 from terrazzo.errors import EngineConfigError, EngineError
 
 STEPS = 8
@@ -267,3 +268,18 @@ def test_sparse_embedding_gradients():
 def test_the_model_has_what_the_tests_need():
     model = Model()
     assert model.mix.weight is model.again.weight and not model.blocks[1].up.weight.requires_grad
+
+
+# ------------------------------------------------------------------ devices
+
+
+def check_devices() -> None:
+    """An accelerator without streams, on which fully_shard does not run, is left alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
+        engine = engine_of(3)
+        assert backends() == "gloo" and engine.ranks.mesh.device_type == "cpu"
+
+
+def test_without_streams_the_engine_trains_on_the_cpu():
+    run_ranks(1, check_devices)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.compare import OUTPUTS, WIDTH, Block, Model, adamw, apart, batches, loss_of, mine, shard_blocks
 from ranks import run_fresh, run_ranks
+from terrazzo._torch.groups import without_groups
 from terrazzo._torch.storages import HAS_ACCESS_ERRORS
 from terrazzo.errors import DivergedRanksError, DTensorArgumentError, FSDPError, FSDPValueError
 from terrazzo.fsdp import fully_shard
@@ -34,6 +35,8 @@ def check_arguments() -> None:
         fully_shard(nn.Linear(1, 1), reshard_after_forward="yes")
     with pytest.raises(FSDPError, match="called twice on the same FSDPLinear"):
         fully_shard(fully_shard(nn.Linear(2, 2)))
+    with pytest.raises(FSDPError, match="needs streams, which PyTorch does not have for the device 'mps'"):
+        fully_shard(nn.Linear(2, 2), mesh=without_groups("mps", torch.arange(dist.get_world_size())))
     with pytest.raises(FSDPError, match="not 3 dims"):
         fully_shard(nn.Linear(1, 1), mesh=init_device_mesh("cpu", (1, 1, 2)))
     with pytest.raises(FSDPError, match="reshard_after_forward=3 must divide the number of ranks that shard, 2"):

@@ -104,15 +104,21 @@ def backends(wanted: str | None = None) -> str:
     >>> backends("gloo")
     'gloo'
     """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = _accelerator()
     own = "gloo" if accelerator is None else dist.get_default_backend_for_device(accelerator)
     if accelerator is None or wanted not in (None, own):
         return wanted or own
     return f"cpu:gloo,{accelerator.type}:{own}"
 
 
+def _accelerator() -> torch.device | None:
+    """The accelerator of this machine, if `fully_shard` runs on it: that needs streams, which MPS does not have."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found if found is not None and hasattr(torch.get_device_module(found.type), "Stream") else None
+
+
 def _device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = _accelerator()
     backend = dist.get_backend_config() if hasattr(dist, "get_backend_config") else str(dist.get_backend())
     return accelerator.type if accelerator is not None and f"{accelerator.type}:" in str(backend) else "cpu"
 

@@ -173,7 +173,13 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
         )
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
-        device = torch.device(device.type, torch.get_device_module(device.type).current_device())
+        module = torch.get_device_module(device.type)
+        if not hasattr(module, "Stream"):
+            raise FSDPError(
+                f"fully_shard needs streams, which PyTorch does not have for the device {device.type!r}: use a mesh of "
+                "'cpu'"
+            )
+        device = torch.device(device.type, module.current_device())
     return device
 
 
