@@ -36,6 +36,9 @@ _roots: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 # The most events of a forward and its backward that are kept for `explain`.
 _MOST_EVENTS = 1 << 14
 
+# The most combinations of switches whose input of the planner is kept.
+_MOST_SPECS = 64
+
 
 class Root:
     """The groups of a module and of all modules in it, and of other models that share modules with it.
@@ -166,7 +169,7 @@ class Root:
 
     def _spec_now(self) -> Spec:
         """`spec`, made once for these switches: programs turn some of them in every step."""
-        if self._changed:
+        if self._changed or len(self._specs) >= _MOST_SPECS:
             self._specs.clear()
         key = tuple([unit.groups[0].switches() for unit in self.units])
         found = self._specs.get(key)
