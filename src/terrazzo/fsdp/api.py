@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.autograd import accumulation_hooks, gradient_hooks
 from terrazzo._torch.modules import buffers_of, register_as_fully_sharded
+from terrazzo._torch.tensors import same_kind_of_storage
 from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.meshes import DataMesh, DataParallelMeshDims
@@ -151,5 +152,12 @@ def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:
         for inner in module.modules():
             buffers = buffers_of(inner)
             for name, buffer in buffers.items():
-                if buffer is not None and buffer.device != device and buffer.device.type != "meta":
-                    buffers[name] = buffer.to(device)
+                if buffer is None or buffer.device == device or buffer.device.type == "meta":
+                    continue
+                moved = buffer.to(device)
+                if type(buffer) is not torch.Tensor:
+                    buffers[name] = moved
+                elif same_kind_of_storage(buffer, moved):
+                    buffer.data = moved  # other modules may have the same tensor
+                else:
+                    torch.utils.swap_tensors(buffer, moved)
