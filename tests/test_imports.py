@@ -297,6 +297,39 @@ def test_every_change_of_torch_is_seen(source):
     assert not assignments_to_torch("import torch\nx = torch.ones(2)\nx.grad = None")
 
 
+# ------------------------------------------------------------------ where new tensors are
+
+# `from_numpy` and `frombuffer` have no such argument; `as_tensor` leaves a tensor where it is.
+_MAKE_TENSORS = set(
+    "arange empty empty_strided eye full linspace logspace ones rand randint randn randperm tensor zeros".split()
+)
+
+
+def without_device(source: str) -> list[tuple[int, str]]:
+    """Calls that make a tensor and do not say where."""
+    return [
+        (node.lineno, ast.unparse(node))
+        for node in nodes_of(source)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MAKE_TENSORS
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        if all(keyword.arg not in ("device", None) for keyword in node.keywords)
+    ]
+
+
+def test_new_tensors_say_where_they_are():
+    """Otherwise a program that sets a default device, or makes its model in `with torch.device(...)`, moves them."""
+    assert without_device("torch.empty(2, dtype=d); torch.empty(2, device=d); torch.tensor(1, **more); x.empty(1)") == [
+        (1, "torch.empty(2, dtype=d)")
+    ]
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}: {call}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).parts[0] not in ("demo", "testing")
+        for line, call in without_device(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
 # ------------------------------------------------------------------ no circles
 
 KNOWN_CIRCLES: list[set[str]] = []

@@ -29,7 +29,7 @@ CAN_SWAP = _swap is not None and storage_at is not None and refuse_writes is not
 attribute(
     "torch.UntypedStorage._cdata",
     "whether two tensors share memory, also while it is freed, and for subclasses without a storage",
-    there=lambda: hasattr(torch.empty(0).untyped_storage(), "_cdata"),
+    there=lambda: hasattr(torch.empty(0, device="cpu").untyped_storage(), "_cdata"),
 )
 
 

@@ -65,7 +65,7 @@ class _Subclass(torch.Tensor):
 
 
 def _counts_as_parameter() -> bool:
-    probe = torch.empty(0).as_subclass(_Subclass)
+    probe = torch.empty(0, device="cpu").as_subclass(_Subclass)
     mark_as_parameter(probe)
     return isinstance(probe, torch.nn.Parameter)
 

@@ -355,7 +355,7 @@ def _body(frame: bytearray) -> bytearray:
 
 def _tensor(buffer: bytearray) -> Tensor:
     """A tensor that shares the buffer's memory."""
-    return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _all_to_all(gloo: _Gloo, pieces: Sequence[bytearray], sizes: Sequence[int], timeout: timedelta) -> list[bytearray]:

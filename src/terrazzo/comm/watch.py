@@ -139,7 +139,7 @@ class Watch:
         names = [f"{what} {unit.name}" for what, unit in recent]
         if self.streams is None:
             assert self._beside is not None
-            both = torch.tensor([checksum, -checksum])
+            both = torch.tensor([checksum, -checksum], device="cpu")
             work = wire.all_reduce(self._beside, both, "max")
         else:
             with torch.inference_mode(False):
@@ -203,7 +203,7 @@ class Watch:
         """
         if self._beside is None:
             return flags
-        found = torch.tensor(flags, dtype=torch.uint8)
+        found = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         self._asks = True
         try:
             work = wire.all_reduce(self._beside, found, "max")

@@ -82,7 +82,7 @@ class NoOptimizer(torch.optim.Optimizer):
     """Stands for the optimizer of an engine without one: the model is sharded, but cannot be trained."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(list(parameters) or [nn.Parameter(torch.empty(0))], {})
+        super().__init__(list(parameters) or [nn.Parameter(torch.empty(0, device="cpu"))], {})
 
     def step(self, closure: Any = None) -> NoReturn:
         """Raises: there is nothing to step."""

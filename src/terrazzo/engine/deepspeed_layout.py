@@ -139,7 +139,7 @@ class _Gathered:
 
     def flat(self, kind: str, placed: Sequence[Placed], rank: int, length: int, dtype: torch.dtype) -> Tensor:
         """A rank's flat tensor."""
-        flat = torch.zeros(length, dtype=dtype)
+        flat = torch.zeros(length, dtype=dtype, device="cpu")
         for where in placed:
             tensor = self._model[where.name] if kind == "module" else self._kept[where.name][kind]
             whole = _whole(tensor).reshape(-1)

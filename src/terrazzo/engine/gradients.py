@@ -63,6 +63,6 @@ def prepare_gradients(
 
 def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     norm = get_total_norm(gradients)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

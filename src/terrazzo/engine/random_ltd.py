@@ -73,7 +73,7 @@ class RandomLTD:
         if keep == total:
             return None
         generator = generator_for(self._seed, "random_ltd", self._step, layer)
-        return torch.randperm(total, generator=generator)[:keep].sort().values.to(x.device)
+        return torch.randperm(total, generator=generator, device="cpu")[:keep].sort().values.to(x.device)
 
     def select(self, x: Tensor, positions: Tensor) -> Tensor:
         """Only the tokens at these positions."""

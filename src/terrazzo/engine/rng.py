@@ -44,7 +44,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 def derive_random_state(state: Mapping[str, Any], rank: int) -> None:
     """Seed a rank that did not exist when rank 0 saved `state`: differently from other ranks, but reproducibly."""
     known = state["torch"].numpy().tobytes().hex()
-    seed = int(torch.randint(2**62, (1,), generator=generator_for(known, "rank", rank)))
+    seed = int(torch.randint(2**62, (1,), generator=generator_for(known, "rank", rank), device="cpu"))
     torch.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")

@@ -142,8 +142,8 @@ class ResumableSampler(Sampler[list[int]]):
 
     def order_of_pass(self, number: int, growth: Sequence[Mapping[str, Any]]) -> list[int]:
         """The samples of a pass in order, as far as it is known after the pool has grown `growth` times."""
-        order = torch.empty(0, dtype=torch.int64)
-        known = torch.zeros(self._samples, dtype=torch.bool)
+        order = torch.empty(0, dtype=torch.int64, device="cpu")
+        known = torch.zeros(self._samples, dtype=torch.bool, device="cpu")
         for part, event in enumerate(growth):
             pool = known.logical_not()
             if self._curriculum is not None:
@@ -152,7 +152,9 @@ class ResumableSampler(Sampler[list[int]]):
             taken = event["taken"]
             rest = torch.cat([order[taken:], pool.nonzero()[:, 0]])
             if self._shuffle:
-                rest = rest[torch.randperm(len(rest), generator=generator_for(self._seed, "order", number, part))]
+                rest = rest[
+                    torch.randperm(len(rest), generator=generator_for(self._seed, "order", number, part), device="cpu")
+                ]
             order = torch.cat([order[:taken], rest])
         return order.tolist()
 

@@ -241,7 +241,7 @@ class InnerMesh:
         if mesh is None:
             rest = whole.mesh.mesh.shape[self.own :]
             with real_values():
-                grid = torch.tensor(ranks_of(whole.mesh)).view(-1, self.axis.size, *rest)
+                grid = torch.tensor(ranks_of(whole.mesh), device="cpu").view(-1, self.axis.size, *rest)
             mesh = self._meshes[whole.mesh] = without_groups(whole.mesh.device_type, grid)
         placements = (_REPLICATE, Shard(dim), *whole.placements[self.own :])
         # The tensor-parallel placements stay.

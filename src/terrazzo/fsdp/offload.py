@@ -78,7 +78,7 @@ def to_host(local: Tensor, settings: Settings) -> Tensor:
     """After it."""
     if local.device.type == "cpu":
         return local
-    host = torch.empty(local.shape, dtype=local.dtype, pin_memory=settings.pinned)
+    host = torch.empty(local.shape, dtype=local.dtype, pin_memory=settings.pinned, device="cpu")
     return host.copy_(local, non_blocking=settings.pinned)
 
 

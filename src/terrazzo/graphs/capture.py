@@ -253,7 +253,7 @@ def capture(subject: Subject, backend: Backend) -> Graph:
             detached, written = _rehearse(program, subject, real, fake)
             inputs = [_without_data(local, fake, not cut) for local, cut in zip(real, detached, strict=True)]
             with fake:
-                numbers = [torch.zeros((), dtype=torch.int64) for _ in draws.sources]
+                numbers = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in draws.sources]
             count = len(draws.sources)
             run = backend(program, [*inputs, *numbers])
             assert len(draws.sources) == count and program.outputs is not None

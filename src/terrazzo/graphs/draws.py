@@ -32,7 +32,7 @@ class Draws:
         """The key that the program draws next."""
         with without_modes():  # keys are real numbers, also under fake tensors
             index = self._index(mesh, generator)
-        return torch.zeros((), dtype=torch.int64) if self._numbers is None else self._numbers[index]
+        return torch.zeros((), dtype=torch.int64, device="cpu") if self._numbers is None else self._numbers[index]
 
     def _index(self, mesh: Any, generator: torch.Generator | None) -> int:
         source = torch.default_generator if generator is None else generator

@@ -103,7 +103,9 @@ class Program:
     def _run(self, graph: Graph, tensors: Sequence[Any]) -> Any:
         flat = [local_of(tensors[i]).detach() if cut else local_of(tensors[i]) for i, cut in graph.inputs]
         if graph.draws:
-            flat += torch.tensor([random.draw_number(mesh, generator) for mesh, generator in graph.draws]).unbind()
+            flat += torch.tensor(
+                [random.draw_number(mesh, generator) for mesh, generator in graph.draws], device="cpu"
+            ).unbind()
         if any_autocast():
             with no_autocast():
                 results = graph.run(*flat)

@@ -83,7 +83,7 @@ class StopSignal:
         if not self._agreed:
             if self._file is not None and not self._received and os.path.exists(self._file):
                 self._received = signal.SIGTERM
-            answer = torch.tensor(self._received)
+            answer = torch.tensor(self._received, device="cpu")
             self._asked = answer, dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return bool(self._agreed)
 

@@ -110,7 +110,7 @@ def differences(
 def written(changes: Sequence[Difference], snapshot: Snapshot) -> torch.Tensor:
     """The bytes of these changes."""
     last = changes[-1].change
-    data = torch.zeros(last.start + last.nbytes, dtype=torch.uint8)
+    data = torch.zeros(last.start + last.nbytes, dtype=torch.uint8, device="cpu")
     for each in changes:
         target = data[each.change.start : each.change.start + each.change.nbytes]
         new = snapshot.data(each.window)
@@ -158,7 +158,7 @@ def in_box(places: torch.Tensor, window: Box, box: Box) -> tuple[torch.Tensor, t
             row *= length
         first = (window.offsets[0] - box.offsets[0]) * row if box.ndim else 0
         return places + first, slice(None)
-    inside = torch.ones(len(places), dtype=torch.bool)
+    inside = torch.ones(len(places), dtype=torch.bool, device="cpu")
     rest = places
     position = torch.zeros_like(places)
     stride = 1

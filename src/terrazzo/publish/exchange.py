@@ -55,7 +55,7 @@ class Connections:
         gloo, self.sent = self._gloo, 0
         with _explained("sending weights", self._timeout):
             for receiver in receivers:
-                data = torch.tensor(header)
+                data = torch.tensor(header, device="cpu")
                 under_way.append((gloo.send([data], self._senders + receiver, 0), data))
             for message in messages:
                 while len(under_way) >= IN_FLIGHT:
@@ -74,7 +74,7 @@ class Connections:
 
     def receive_header(self) -> Header:
         """Receive the header from the first sender."""
-        data = torch.empty(len(Header._fields), dtype=torch.int64)
+        data = torch.empty(len(Header._fields), dtype=torch.int64, device="cpu")
         with _explained("waiting for the publisher", self._timeout):
             self._gloo.recv([data], 0, 0).wait(self._timeout)
         return Header(*data.tolist())
@@ -97,7 +97,7 @@ class Connections:
             for message in messages:
                 while len(under_way) >= IN_FLIGHT:
                     finish()
-                data = torch.empty(message.nbytes, dtype=torch.uint8)
+                data = torch.empty(message.nbytes, dtype=torch.uint8, device="cpu")
                 received += message.nbytes
                 under_way.append((self._gloo.recv([data], message.sender, message.number + 1), message, data))
             while under_way:
@@ -107,7 +107,7 @@ class Connections:
 
 @torch.no_grad()
 def _packed(message: Message, snapshot: Snapshot) -> torch.Tensor:
-    data = torch.empty(message.nbytes, dtype=torch.uint8)
+    data = torch.empty(message.nbytes, dtype=torch.uint8, device="cpu")
     for piece in message.pieces:
         box, tensor = snapshot.boxes[piece.source], snapshot.tensors[piece.source]
         as_bytes(_view(data, piece)).copy_(as_bytes(tensor[piece.box.relative_to(box).slices()]))

@@ -98,7 +98,9 @@ class HostCopy:
             if key not in slots:
                 data = known.get(key)
                 if data is None or data.is_pinned() == part.data.is_cpu:
-                    data = torch.empty(part.box.lengths, dtype=part.data.dtype, pin_memory=not part.data.is_cpu)
+                    data = torch.empty(
+                        part.box.lengths, dtype=part.data.dtype, pin_memory=not part.data.is_cpu, device="cpu"
+                    )
                 slots[key] = Slot(key[0], part.box, data, [])
             slots[key].in_model.append(part.data)
         self.slots: list[Slot] = list(slots.values())

@@ -46,6 +46,7 @@ class Snapshot:
                 part.box.lengths,
                 dtype=published_dtype(part.data.dtype, dtype),
                 pin_memory=not part.data.is_cpu,
+                device="cpu",
             )
             for part in parts
         ]

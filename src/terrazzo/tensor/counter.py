@@ -43,7 +43,7 @@ _MULTIPLIERS = tuple(_signed(m) for m in (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB, 0x
 _FOLDS = (16, 15, 14, 15)
 # Tensors instead of numbers: converting a number at each call takes longer than shifting a small piece. Captured graphs
 # use the numbers.
-_FOLD_TENSORS = tuple(torch.tensor(bits, dtype=torch.int32) for bits in _FOLDS)
+_FOLD_TENSORS = tuple(torch.tensor(bits, dtype=torch.int32, device="cpu") for bits in _FOLDS)
 _FOLD: tuple[Any, ...] = (*[torch.Tensor.bitwise_xor_] * 3, torch.Tensor.add_)
 # NumPy processes arrays without dims in half the time of Python numbers.
 _MULTIPLIER_ARRAYS = tuple(np.array(m, dtype=np.int32) for m in _MULTIPLIERS)
@@ -173,7 +173,7 @@ class Words:
             if isinstance(key, torch.Tensor):
                 found = key_words_of(key, upper, number)
             else:
-                found = torch.tensor(key_words(key, upper, number), dtype=torch.int32).unbind()
+                found = torch.tensor(key_words(key, upper, number), dtype=torch.int32, device="cpu").unbind()
             self._keys[number] = found
         return found
 

@@ -109,7 +109,7 @@ def full(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """A DTensor filled with one value; its dtype is the value's unless given."""
-    kind = torch.full((), fill_value).dtype if dtype is None else dtype
+    kind = torch.full((), fill_value, device="cpu").dtype if dtype is None else dtype
     return _make(_shape((size,)), _filled(fill_value), requires_grad, kind, layout, device_mesh, placements)
 
 

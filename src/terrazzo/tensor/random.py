@@ -66,7 +66,7 @@ def next_number(generator: torch.Generator | None = None) -> int:
         with real_values():
             return next_number(generator)
     if generator is None or generator.device.type == "cpu":
-        return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=generator))
+        return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=generator, device="cpu"))
     return _key_without_waiting(generator)
 
 
@@ -75,7 +75,7 @@ def _key_without_waiting(generator: torch.Generator) -> int:
     seed, offset = generator.initial_seed(), generator.get_offset()
     generator.set_offset(offset + 4)  # the smallest step of one draw; offsets are multiples of 4
     source = torch.Generator().manual_seed((seed ^ (offset * 0x9E3779B97F4A7C15)) & ((1 << 63) - 1))
-    return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=source))
+    return int(torch.randint(0, 1 << 62, (), dtype=torch.int64, generator=source, device="cpu"))
 
 
 # For each layout the indices of this rank's elements, and those of their real and imaginary parts.

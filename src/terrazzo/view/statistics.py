@@ -49,8 +49,8 @@ def statistics(tensor: LazyTensor, *, bins: int = _BINS, window: int = WINDOW) -
 
     mean, squares = total / finite, 0.0
     edges = _edges(least, largest, bins)
-    inner = torch.tensor(edges[1:-1], dtype=torch.float64)
-    counts = torch.zeros(len(edges) - 1, dtype=torch.int64)
+    inner = torch.tensor(edges[1:-1], dtype=torch.float64, device="cpu")
+    counts = torch.zeros(len(edges) - 1, dtype=torch.int64, device="cpu")
     for box in boxes:
         values = _values(tensor.read(box))
         values = values[values.isfinite()]

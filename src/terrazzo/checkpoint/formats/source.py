@@ -62,10 +62,10 @@ class Source:
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{name} is not a tensor")
         dtype = entry.properties.dtype
-        buffer = torch.empty(0, dtype=dtype)
+        buffer = torch.empty(0, dtype=dtype, device="cpu")
         for window in row_major_windows(entry.size, max(_PIECE // dtype.itemsize, 1)):
             if window.numel > buffer.numel():
-                buffer = torch.empty(window.numel, dtype=dtype)
+                buffer = torch.empty(window.numel, dtype=dtype, device="cpu")
             part = buffer[: window.numel]
             self.read(name, window, part.view(window.lengths))
             yield bytes_of(part)
@@ -129,7 +129,7 @@ class CopyPlanner(SavePlanner):
                 return ObjectBytes(found.value, encode(found.value, allow_pickle=self._allow_pickle))
             except UnsupportedValueError as error:
                 raise UnsupportedValueError(f"{name}: {error}") from error
-        target = torch.empty(data.chunk.sizes, dtype=data.properties.dtype)
+        target = torch.empty(data.chunk.sizes, dtype=data.properties.dtype, device="cpu")
         self._source.read(name, data.chunk.box, target)
         return target
 

@@ -74,11 +74,11 @@ def read_box(source: Source, stored: Strided, box: Box, target: torch.Tensor) ->
     if direct and target.is_contiguous() and stored.is_run(box):
         source.read_into(stored.start + stored.first(box) * itemsize, bytes_of(target))
         return
-    buffer = torch.empty(0, dtype=stored.dtype)
+    buffer = torch.empty(0, dtype=stored.dtype, device="cpu")
     for piece in _pieces(stored, box, itemsize):
         span = stored.span(piece)
         if buffer.numel() < span:
-            buffer = torch.empty(span, dtype=stored.dtype)
+            buffer = torch.empty(span, dtype=stored.dtype, device="cpu")
         used = buffer[:span]
         source.read_into(stored.start + stored.first(piece) * itemsize, bytes_of(used))
         target[piece.relative_to(box).slices()].copy_(used.as_strided(piece.lengths, stored.strides))

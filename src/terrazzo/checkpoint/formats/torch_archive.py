@@ -127,7 +127,7 @@ class Archive:
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
         """All of a tensor."""
         self.check_size(stored)  # before memory is asked for
-        result = torch.empty(stored.shape, dtype=stored.dtype)
+        result = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         self.read_box(stored, Box.whole(stored.shape), result)
         return torch.nn.Parameter(result, stored.requires_grad) if stored.is_parameter else result
 

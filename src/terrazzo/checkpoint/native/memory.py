@@ -107,7 +107,7 @@ def empty(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     torch.Size([2, 3])
     """
     try:
-        return torch.empty(torch.Size(shape), dtype=dtype)
+        return torch.empty(torch.Size(shape), dtype=dtype, device="cpu")
     except RuntimeError as error:
         nbytes = prod(shape) * dtype.itemsize
         raise CheckpointError(f"there is no memory for the {nbytes} bytes of {name!r}; read a part of it") from error

@@ -146,7 +146,10 @@ class Pump:
         windows = _flat_windows(tensor, limit)
         on_device = tensor.device.type != "cpu"
         size = min(max(window.numel() for window in windows), limit)
-        buffers = [torch.empty(size, dtype=tensor.dtype, pin_memory=on_device) for _ in range(min(2, len(windows)))]
+        buffers = [
+            torch.empty(size, dtype=tensor.dtype, pin_memory=on_device, device="cpu")
+            for _ in range(min(2, len(windows)))
+        ]
         ahead: tuple[torch.Tensor, torch.Event | None] | None = None
         for i, window in enumerate(windows):
             target = buffers[i % 2][: window.numel()]

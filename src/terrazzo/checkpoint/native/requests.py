@@ -63,7 +63,7 @@ class _Buffer:
     """Memory that requests are read into, one after the other."""
 
     def __init__(self, nbytes: int) -> None:
-        self._bytes = torch.empty(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8)
+        self._bytes = torch.empty(-(-nbytes // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8, device="cpu")
         self._elements: dict[str, torch.Tensor] = {}
         self.memory = bytes_of(self._bytes)
 

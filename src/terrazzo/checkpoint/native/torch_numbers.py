@@ -29,6 +29,6 @@ def listed(tensor: torch.Tensor) -> list[Any]:
 def from_bytes(dtype: str, data: bytes) -> list[Any]:
     """Like `listed`, for the bytes of elements of a dtype."""
     kind = dtype_from_name(dtype)
-    values = torch.empty(len(data) // kind.itemsize, dtype=kind)
+    values = torch.empty(len(data) // kind.itemsize, dtype=kind, device="cpu")
     bytes_of(values)[:] = data
     return listed(values)

@@ -57,7 +57,7 @@ def _tensor_from_parts(parts: list[Any]) -> torch.Tensor:
     dtype = dtype_from_name(name)
     if prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"a stored tensor of shape {shape} has {len(data)} bytes")
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     bytes_of(tensor)[:] = data
     if kind in (_PARAMETER, _FROZEN):
         differentiable = tensor.is_floating_point() or tensor.is_complex()

@@ -275,7 +275,7 @@ class DefaultSavePlanner(SavePlanner):
         seen = local_chunks(name, value, viewer.view)
         holders = (self.rank,) if own else self._in_group(seen.holders)
         if 0 in seen.size:  # no rank has a chunk of it, but its name and shape are to be kept
-            nothing = torch.empty(seen.size, dtype=seen.dtype)
+            nothing = torch.empty(seen.size, dtype=seen.dtype, device="cpu")
             return seen.size, ((Box.whole(seen.size), nothing),), holders if own else self._in_group(None)
         return seen.size, seen.chunks, holders
 

@@ -50,7 +50,7 @@ class ThisAccelerator:
         return ThisAccelerator, ()  # streams belong to this process
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def pin(self, memory: torch.Tensor) -> None:
         accelerator = torch.accelerator.current_accelerator()

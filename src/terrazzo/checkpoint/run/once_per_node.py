@@ -146,7 +146,11 @@ class Node:
 
     def pass_on(self, targets: Sequence[Target], passed: Sequence[Passed]) -> None:
         """Send what this rank has read for others, and receive what they have read for it."""
-        buffer = torch.empty(_PIECE, dtype=torch.uint8) if passed else torch.empty(0, dtype=torch.uint8)
+        buffer = (
+            torch.empty(_PIECE, dtype=torch.uint8, device="cpu")
+            if passed
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
         with torch.no_grad():
             for each in passed:  # in the same order on all ranks
                 tensors = [targets[number].part(targets[number].parts[place]) for number, place in each.parts]
@@ -171,11 +175,11 @@ class Node:
 
     def _gathered(self, table: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         """The tables of all ranks of the node."""
-        count = torch.tensor([len(table)])
+        count = torch.tensor([len(table)], device="cpu")
         counts = [torch.zeros_like(count) for _ in range(self._size)]
         self._gloo.allgather([counts], [count]).wait(self._timeout)
         most = max(int(each) for each in counts)
-        padded = torch.zeros(most, 3, dtype=torch.int64)
+        padded = torch.zeros(most, 3, dtype=torch.int64, device="cpu")
         padded[: len(table)] = torch.from_numpy(table.view(np.int64))
         received = [torch.empty_like(padded) for _ in range(self._size)]
         self._gloo.allgather([received], [padded]).wait(self._timeout)

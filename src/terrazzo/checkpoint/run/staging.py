@@ -433,7 +433,7 @@ class HostMemory:
         positions, total = layout_of(specs)
         if self.buffer is None or self.buffer.numel() < total:
             self.buffer = self._pinned = None  # free the old one before the new one is allocated
-            self.buffer = torch.empty(max(total, 1), dtype=torch.uint8)
+            self.buffer = torch.empty(max(total, 1), dtype=torch.uint8, device="cpu")
             if self.shared:
                 self.buffer.share_memory_()
         self._slabs = []

@@ -122,7 +122,7 @@ class ReturnableMemory:
 def _make_trap(nbytes: int) -> Any:
     """A storage without bytes, at an address from which `nbytes` or more can be read."""
     storage = storages.storage_at(_trap_of(nbytes), torch.device("cpu"), 0)
-    storages.refuse_writes(torch.empty(0, dtype=torch.uint8).set_(storage))
+    storages.refuse_writes(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))
     return storage
 
 

@@ -203,7 +203,7 @@ def _basic_part(items: Sequence[Any], ndim: int) -> tuple[tuple[Any, ...], list[
             basic.append(i)
         else:
             if not isinstance(i, (bool, torch.Tensor)):
-                torch.empty(1)[i]  # raises: it is not a valid index
+                torch.empty(1, device="cpu")[i]  # raises: it is not a valid index
             basic += [everything] * consumes(i)
             rest.append(i)
     return tuple(basic), rest

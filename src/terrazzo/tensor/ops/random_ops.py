@@ -62,7 +62,7 @@ _FOR_CHECKS = torch.Generator()
 
 def _check_parameters(dtype: torch.dtype, method: str, *args: Any, numel: int = 1, **kwargs: Any) -> None:
     """Raise PyTorch's error for parameters or a dtype that a distribution does not support."""
-    getattr(torch.empty(min(numel, 1), dtype=dtype), method)(*args, **kwargs, generator=_FOR_CHECKS)
+    getattr(torch.empty(min(numel, 1), dtype=dtype, device="cpu"), method)(*args, **kwargs, generator=_FOR_CHECKS)
 
 
 def _fill(method: str, make: Callable[..., random.Make]) -> None:
@@ -263,7 +263,7 @@ def _dropped(x: DTensor, p: float, mask_shape: Sequence[int]) -> tuple[DTensor, 
 def _leaves_alone(func: Any, x: DTensor, p: float, train: bool) -> bool:
     """Whether nothing is dropped: then the result is `x` itself, as in PyTorch, and no number is drawn."""
     if not 0 <= p <= 1:
-        func(torch.empty(0), p, train)  # raises for an invalid `p`
+        func(torch.empty(0, device="cpu"), p, train)  # raises for an invalid `p`
     return not train or p == 0 or not x.numel()
 
 
@@ -290,7 +290,7 @@ def dropout_that_drops(
 ) -> Spec | None:
     """Most calls of dropout, planned once: the mask depends on the layout only."""
     if not 0 <= p <= 1:
-        call.func(torch.empty(0), p, True)  # raises for an invalid `p`
+        call.func(torch.empty(0, device="cpu"), p, True)  # raises for an invalid `p`
     if call.inplace or inplace or train is not True or training is not True or not isinstance(p, float):
         return None
     if not 0 < p < 1 or not input.numel:
@@ -364,7 +364,7 @@ def native_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if named.get("train") is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if not 0 <= p <= 1:
-        func(torch.empty(1), p, True)  # raises for an invalid `p`
+        func(torch.empty(1, device="cpu"), p, True)  # raises for an invalid `p`
     reduced, keep = _dropped(x, p, x.shape)
     return wrap((reduced._local * keep).mul_(0.0 if p == 1 else 1 / (1 - p)), reduced._layout), wrap(
         keep, reduced._layout

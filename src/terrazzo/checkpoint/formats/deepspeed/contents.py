@@ -142,7 +142,7 @@ def group_of(groups: Sequence[Mapping[str, Any]], number: int, where: str) -> in
 
 def step_of(steps: Any, file: OpenFile) -> torch.Tensor:
     """The optimizer's step count as a tensor; some of DeepSpeed's optimizers have a number."""
-    count = file.archive.tensor(steps) if isinstance(steps, StoredTensor) else torch.tensor(float(steps))
+    count = file.archive.tensor(steps) if isinstance(steps, StoredTensor) else torch.tensor(float(steps), device="cpu")
     return count.detach().reshape(()).float()
 
 

@@ -95,7 +95,7 @@ def _values(source: Source) -> dict[str, Any]:
         if path[0] == "module" or path[:2] == ("optimizer", "state") or str(path[0]).startswith("rng@"):
             continue
         if isinstance(entry, TensorStorageMetadata):
-            value: Any = torch.empty(entry.size, dtype=entry.properties.dtype)
+            value: Any = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
             source.read(name, Box.whole(entry.size), value)
         else:
             value = _value(source, name)
@@ -179,7 +179,7 @@ def _kept(source: Source) -> dict[str, dict[str, Any]]:
         if not isinstance(entry, TensorStorageMetadata):
             value = _value(source, name)
         elif key == "step":
-            value = torch.empty(entry.size, dtype=entry.properties.dtype)
+            value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
             source.read(name, Box.whole(entry.size), value)
         else:
             value = torch.empty(entry.size, device="meta")
@@ -234,7 +234,7 @@ class _Streamed:
             return
         own = entry.properties.dtype
         limit = _PIECE // (own.itemsize + (dtype.itemsize if dtype is not own else 0))
-        buffer = torch.empty(min(stop - start, limit), dtype=own)
+        buffer = torch.empty(min(stop - start, limit), dtype=own, device="cpu")
         for box in boxes_of(shape, start, stop):
             for window in row_major_windows(box.lengths, limit):
                 piece = buffer[: window.numel]
@@ -249,6 +249,6 @@ class _Streamed:
 def _zeros(count: int, dtype: torch.dtype) -> Iterator[memoryview]:
     limit = _PIECE // dtype.itemsize
     while count > 0:
-        data = torch.zeros(min(count, limit), dtype=dtype)
+        data = torch.zeros(min(count, limit), dtype=dtype, device="cpu")
         yield bytes_of(data)
         count -= limit

@@ -86,7 +86,7 @@ def _equal(tensor: Readable, other: Readable) -> bool:
     if tensor.shape != other.shape:
         return False
     for window in row_major_windows(tensor.shape, _WINDOW):
-        one, two = (torch.empty(window.lengths, dtype=source.dtype) for source in (tensor, other))
+        one, two = (torch.empty(window.lengths, dtype=source.dtype, device="cpu") for source in (tensor, other))
         tensor.read_box(window, one)
         other.read_box(window, two)
         if not torch.equal(one.to(two.dtype), two):

@@ -272,7 +272,7 @@ def model_states(layout: Layout, tensors: Tensors, rank: int, rest: Mapping[str,
         if parameter not in trained and parameter not in frozen:
             module[name] = tensors.whole(name, None)
         elif layout.stage == 3:  # trained parameters are in the partitions
-            module[name] = torch.empty(0, dtype=layout.dtype)
+            module[name] = torch.empty(0, dtype=layout.dtype, device="cpu")
         else:
             module[name] = tensors.whole(parameter, layout.dtype)
     has_frozen = layout.stage >= 2 and layout.frozen is not None

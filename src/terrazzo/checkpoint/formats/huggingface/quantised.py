@@ -72,7 +72,7 @@ def dequantised(
         first = tuple(low for low, _ in spans)
         scales = read(weight.scale, Box(first, tuple(high - low for low, high in spans))).to(torch.float32)
         for dim, (start, length, each) in enumerate(zip(part.offsets, part.lengths, weight.blocks, strict=True)):
-            scales = scales.index_select(dim, torch.arange(start, start + length) // each - first[dim])
+            scales = scales.index_select(dim, torch.arange(start, start + length, device="cpu") // each - first[dim])
         target[window.slices()].copy_(values.mul_(scales).to(dtype))
 
 

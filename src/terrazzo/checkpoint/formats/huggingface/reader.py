@@ -243,7 +243,7 @@ class HuggingFaceReader(PlainReader):
 
         def read(name: str, box: Box) -> torch.Tensor:
             (part,) = self._parts[name]
-            values = torch.empty(box.lengths, dtype=dtype_from_name(part.stored.dtype))
+            values = torch.empty(box.lengths, dtype=dtype_from_name(part.stored.dtype), device="cpu")
             for _ in requests.read([Wanted(part.stored, box.offsets, box.lengths, Filling(values, None))]):
                 pass
             return values
