@@ -21,6 +21,7 @@ import torch
 from terrazzo._torch.dispatching import under_fake_tensors
 from terrazzo.comm import captured
 from terrazzo.comm.simulated import real_values
+from terrazzo.errors import DTensorError
 from terrazzo.layout import Box, Layout, Replicate, Shard
 from terrazzo.tensor.counter import (
     AnyWords,
@@ -48,9 +49,24 @@ def draw_key(layout: Layout, generator: torch.Generator | None = None) -> int | 
     if recorder is not None:
         key: torch.Tensor = recorder.draw(layout.mesh, generator)
         return key
+    _check_not_captured(layout.mesh.device_type)
     number = next_number(generator)
     check_generators(layout.mesh, number, tuple(layout.shape), generator)
     return number
+
+
+def _check_not_captured(device_type: str) -> None:
+    """Raise if a graph of an accelerator (CUDA graph) is being captured: the key would be part of it."""
+    if device_type == "cpu":
+        return
+    module = torch.get_device_module(device_type)
+    captures = getattr(module, "is_current_stream_capturing", None)
+    if captures is not None and module.is_initialized() and captures():
+        raise DTensorError(
+            "a random operation on a DTensor cannot be captured in a CUDA graph: every replay would have the same "
+            "random numbers, one dropout mask for all steps. Leave it out of the captured part, or use "
+            "terrazzo.compile, whose graphs get new random numbers at each call"
+        )
 
 
 def draw_number(mesh: Any, generator: torch.Generator | None = None) -> int:

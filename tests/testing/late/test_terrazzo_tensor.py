@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from device_ranks import run_on_devices
 from late_ranks import run_late
+from terrazzo.errors import DTensorError
 from terrazzo.optim import Muon
 from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.experimental import context_parallel, implicit_replication
@@ -158,6 +159,21 @@ def check_settings_hold_in_autograds_threads(device):
         weight, bias = (p.full_tensor().detach().cpu() for p in (layer.weight, layer.bias))
         F.cross_entropy(F.linear(expected, weight, bias), target.cpu()).backward()
         same([x.grad], [expected.grad])
+
+
+def check_graphs_with_random_numbers(device):
+    """A graph of the device would repeat the number that the host has drawn."""
+    x = distribute_tensor(torch.ones(8, 8, device=device), mesh_of_all(device), [Shard(0)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.late, "is_current_stream_capturing", lambda: True, raising=False)
+        assert F.dropout(x, 0.0).sum().item() == 64
+        with pytest.raises(DTensorError, match="cannot be captured in a CUDA graph: every replay would have the same"):
+            F.dropout(x, 0.5)
+    assert F.dropout(x, 0.5).shape == (8, 8)
+
+
+def test_random_numbers_are_not_captured():
+    run_late(2, check_graphs_with_random_numbers)
 
 
 CHECKS = (
