@@ -23,6 +23,10 @@ same_kind_of_storage: Callable[[torch.Tensor, torch.Tensor], bool] = private(
     "torch._has_compatible_shallow_copy_type", "nn.Module.to asks whether a parameter's data can be exchanged"
 )
 
+chunk_cat: Any = private(
+    "torch._chunk_cat", "fully_shard packs gradients of half types into a buffer of float32 by one kernel"
+)
+
 assert_async: Any = private("torch._assert_async", "indices out of bounds raise without waiting for the device")
 
 attribute("torch.Tensor._version", "whether a tensor was written after something was derived from it")

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from terrazzo._torch.tensors import chunk_cat
+
 Shape = tuple[int, ...]
 
 # With so many ranks or more, no work is done for each rank, here or in a backend: no tables of sizes, and no message to
@@ -209,7 +211,12 @@ class FlatPlan:
             rows = [whole.reshape(self.n, -1) for whole in wholes]
             if extra is not None:
                 rows.append(extra.expand(self.n, -1))
-            torch.cat(rows, 1, out=sections.view(self.n, -1))
+            dtypes = {whole.dtype for whole in wholes}
+            if sections.is_cpu or dtypes == {sections.dtype} or len(dtypes) > 1:
+                torch.cat(rows, 1, out=sections.view(self.n, -1))
+            else:  # for these torch.cat has a kernel for each input, and this one for all
+                rows = [row.to(wholes[0].dtype) for row in rows]
+                chunk_cat(rows, 0, self.n, out=sections.view(self.n, -1))
             return
         if self.padded:
             sections.zero_()

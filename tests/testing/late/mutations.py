@@ -58,6 +58,7 @@ _FSDP, _SAVE = "terrazzo.fsdp", "terrazzo.checkpoint"
 _REACHED = sharding.check_unused_parameters
 _SAME_STREAM = "what it orders is on one stream"
 _WAITED = "the stream that started the collective has waited for it"
+_OWN_STREAM = "the collective runs on the stream that started it"
 _WAITS_LATER = "the stream that uses the result waits for the collective"
 
 MUTATIONS = (
@@ -110,6 +111,7 @@ MUTATIONS = (
         sharding.check_plain,
         "self._reduced = self._pending.wait()",
         "self._reduced = self._pending._result",
+        superfluous=_OWN_STREAM,
     ),
     Mutation(
         f"{_FSDP}.run.gradients:Gradients.release",
@@ -120,7 +122,7 @@ MUTATIONS = (
     ),
     Mutation(
         f"{_FSDP}.run.gradients:Gradients.all_reduce",
-        sharding.check_replicas,
+        sharding.check_replicas_in_bfloat16,
         "self._held = [self._reduced]",
         "self._held = []",
         world=4,

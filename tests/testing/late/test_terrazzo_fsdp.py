@@ -264,6 +264,10 @@ def check_coalesced_replicas(device):
     return train(sharded(device, sizes=REPLICAS, coalesce=True), device)
 
 
+def check_replicas_in_bfloat16(device):
+    return train(sharded(device, sizes=REPLICAS, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), device)
+
+
 def check_replicas_and_accumulation(device):
     model = sharded(device, sizes=REPLICAS)
     return train(model, device, micros=2, before=lambda m, last: m.set_requires_all_reduce(last))
@@ -335,6 +339,7 @@ OTHERS = (
 )
 ON_REPLICAS = (
     check_replicas,
+    check_replicas_in_bfloat16,
     check_coalesced_replicas,
     check_replicas_and_accumulation,
     check_some_blocks_stay_gathered,
@@ -404,7 +409,7 @@ MICROS = {
     check_offload_and_accumulation: 2,
     check_replicas_and_accumulation: 2,
 }
-IN_BFLOAT16 = (check_mixed_precision, check_bfloat16_reductions)
+IN_BFLOAT16 = (check_mixed_precision, check_bfloat16_reductions, check_replicas_in_bfloat16)
 TRAIN_OTHERWISE = (
     check_models_with_the_same_streams,
     check_offloaded_state_that_the_host_reads,

@@ -35,6 +35,8 @@ from terrazzo.fsdp.run.comm import Comm, empty_to_reduce, ways_to_reduce
 from terrazzo.fsdp.run.division import Division, Ways, division_of
 from terrazzo.fsdp.settings import AllReduceHook, Options
 
+_ALIGNMENT = 128  # bytes; what backends of accelerators reduce fastest
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flat:
@@ -53,8 +55,8 @@ class _Flat:
         for param, chunk in zip(other.params, other.plan.own_views(others), strict=True):
             found[param].add_(chunk)
         if self.plan.extra:
-            counts = section[-self.plan.extra :]
-            counts[[self.params.index(param) for param in other.params]] += others[-other.plan.extra :]
+            own, counts = [self.params.index(param) for param in other.params], section[-self.plan.extra :]
+            counts[own] += others[-other.plan.extra :][: len(own)]
 
 
 class Gradients:
@@ -138,7 +140,12 @@ class Gradients:
             return None
         if self._next is None or self._next.params != params:
             mesh = self.bucket.settings.mesh
-            plan = self.bucket.plan_over(mesh.shard, params, len(params) if mesh.size > 1 else 0)
+            extra = len(params) if mesh.size > 1 else 0
+            plan = self.bucket.plan_over(mesh.shard, params, extra)
+            rest = plan.own_size * self.dtype.itemsize % _ALIGNMENT
+            if extra and rest and plan.alike and mesh.device.type != "cpu":
+                extra += (_ALIGNMENT - rest) // self.dtype.itemsize
+                plan = self.bucket.plan_over(mesh.shard, params, extra)
             suits = InPlace.suits(plan, mesh.shard, self.dtype.itemsize)
             self._next = _Flat(params, plan, InPlace(plan, self.dtype.itemsize) if suits else None)
         return self._next
