@@ -4,8 +4,10 @@ says little more than another test, at length, runs in `make long` (`--long`) or
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -38,6 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if not _is_needless(item)]
+    for item in items:
+        if len(list(item.iter_markers("long"))) > 1:  # it is long anyhow, and on the device `late`
+            item.add_marker("proof")
     if config.getoption("--device"):  # its ranks have that device, and would be wrong for other tests
         deselected = {item for item in items if not item.get_closest_marker("gpu")}
     else:
@@ -46,6 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         deselected = {item for item in items for marker in left_out if item.get_closest_marker(marker)}
     config.hook.pytest_deselected(items=[item for item in items if item in deselected])
     items[:] = sorted((item for item in items if item not in deselected), key=_turn)
+
+
+def _is_needless(item: pytest.Item) -> bool:
+    """Whether it is on the device `late` with one rank, or with four where there is the same test with two."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return params.get("on_device", "cpu") != "cpu" and params.get("world", 2) != 2
 
 
 def _turn(item: pytest.Item) -> int:
@@ -69,3 +81,48 @@ def _no_process_group_stays() -> Iterator[None]:
 
 def pytest_sessionfinish() -> None:
     ranks.close_all()
+
+
+@pytest.fixture(autouse=True)
+def on_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where `run_ranks` and `run_fresh` call the checks of this test."""
+    way = getattr(request, "param", "cpu")
+    ranks.on_late = way != "cpu"
+    if ranks.on_late:
+        import late_ranks
+
+        elsewhere = any(marker.kwargs.get("elsewhere") for marker in request.node.iter_markers("on_late"))
+        late_ranks.begin_test(request.node.nodeid.replace(way, ""), way, elsewhere)
+    yield
+    ranks.on_late = False
+
+
+def _sends_checks(test: Any) -> bool:
+    return bool({"run_ranks", "run_fresh"} & set(test.__code__.co_names))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """On the device, a test that sends no checks to ranks is one itself."""
+    test = pyfuncitem.function
+    if not ranks.on_late or _sends_checks(test):
+        return None
+    ranks.run_ranks(1, test, *(pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters))
+    return True
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """What is marked `on_late` runs on the device `late` as well, in both of `late_ranks.WAYS`.
+
+    In a module that is marked, these are the tests that send checks to ranks.
+    """
+    marker = metafunc.definition.get_closest_marker("on_late")
+    if marker is None or metafunc.definition.get_closest_marker("cpu_only"):
+        return
+    if not _sends_checks(metafunc.function) and marker not in metafunc.definition.own_markers:
+        return
+    long, fails = [pytest.mark.long], marker.kwargs.get("fails")
+    known = [pytest.mark.xfail(strict=True, reason=fails)] if fails else []
+    eager = pytest.param("late-eager", marks=known + long)
+    lazy = pytest.param("late-lazy", marks=known + ([] if marker.kwargs.get("sample") else long))
+    metafunc.parametrize("on_device", ["cpu", eager, lazy], indirect=True)

@@ -14,6 +14,7 @@ def test_sum():
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,20 +22,51 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from terrazzo import testing
-from terrazzo.testing import Outcome, RanksFailed, close_all, preload, run_fresh
+import torch
 
-__all__ = ["WORLDS", "Outcome", "RanksFailed", "close_all", "preload", "run_fresh", "run_ranks"]
+from terrazzo import testing
+from terrazzo.testing import Outcome, RanksFailed, preload
+
+__all__ = ["WORLDS", "Outcome", "RanksFailed", "close_all", "device_type", "preload", "run_fresh", "run_ranks"]
 
 WORLDS = (1, 2, 4)
 """Each keeps its processes until the session ends, so there are few."""
 
 preload("rank_preload")
 
+on_late = False
+"""Whether the present test runs its checks on the device `late`. `late_ranks` knows how."""
+
+
+def device_type() -> str:
+    """In a check: the type of the device that it runs on, for meshes."""
+    return torch.get_default_device().type
+
 
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """`terrazzo.testing.run_ranks`, for these worlds."""
     __tracebackhide__ = True
+    if on_late:
+        import late_ranks
+
+        return late_ranks.run_on(world, fn, args, timeout)
     if world not in WORLDS:
         raise ValueError(f"run_ranks serves worlds {WORLDS}, not {world}; run_fresh takes any")
     return testing.run_ranks(world, fn, *args, timeout=timeout)
+
+
+def run_fresh(world: int, fn: Callable[..., Any], *args: Any, **more: Any) -> list[Outcome]:
+    """`terrazzo.testing.run_fresh`."""
+    __tracebackhide__ = True
+    if on_late:
+        import late_ranks
+
+        return late_ranks.fresh_on(world, fn, args, **more)
+    return testing.run_fresh(world, fn, *args, **more)
+
+
+def close_all() -> None:
+    """End all ranks that were kept."""
+    testing.close_all()
+    if late_ranks := sys.modules.get("late_ranks"):
+        late_ranks.close_all()

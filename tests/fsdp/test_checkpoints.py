@@ -12,11 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.compare import Model, adamw, batches, loss_of, shard_blocks, whole
 from fsdp.test_tensor_parallel import Stack, parallel
-from ranks import run_fresh, run_ranks
+from ranks import device_type, run_fresh, run_ranks
 from terrazzo.checkpoint import load, save
 from terrazzo.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 from terrazzo.fsdp import fully_shard
 from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
+
+pytestmark = pytest.mark.on_late
 
 
 def build(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -29,7 +31,7 @@ def build(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     elif kind == "root":
         fully_shard(model)
     elif kind == "hsdp":
-        shard_blocks(model, mesh=init_device_mesh("cpu", (2, 2)))
+        shard_blocks(model, mesh=init_device_mesh(device_type(), (2, 2)))
     elif kind == "ddp":
         model = DistributedDataParallel(model)
     return model, adamw(model)

@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
 from fsdp.compare import Model, apart, shard_blocks, train_alike
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.comm import in_place, sections, wire
 from terrazzo.comm.flat import FlatPlan
 from terrazzo.comm.wire import ScaledSum
@@ -22,6 +22,8 @@ from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard, report
 from terrazzo.fsdp.run import bucket
 from terrazzo.fsdp.run.division import Ways, division_of
 from terrazzo.tensor import init_device_mesh
+
+pytestmark = pytest.mark.on_late
 
 
 class Ranks:
@@ -140,7 +142,7 @@ def check_asked() -> None:
     assert train(float(n), True) == {"sum"}
     assert train(5.0, True, scale=n / 5) == {"sum"}
     if n == 4:
-        square = init_device_mesh("cpu", (2, 2))
+        square = init_device_mesh(device_type(), (2, 2))
         assert train(None, False, mesh=square) == {"avg"}
         assert train(2.0, False, scale=2.0, mesh=square) == {"avg"}  # over the shards; replicas are added
         assert train(4.0, False, mesh=square) == {ScaledSum(0.25)}
@@ -178,7 +180,7 @@ def check_float16() -> None:
     if n == 4:
         ways += [(factor, force, False, (2, 2)) for factor, force in product((None, 4.0), (False, True))]
     for factor, force, large, sizes in ways:
-        mesh = init_device_mesh("cpu", (n,) if sizes is None else sizes)
+        mesh = init_device_mesh(device_type(), (n,) if sizes is None else sizes)
         model = Steep(8)
         for module in (model.first, model.second, model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -232,5 +234,6 @@ def check_factors_go_together() -> None:
     assert all(len(unit.together) == 1 for unit in report(model).groups)
 
 
+@pytest.mark.cpu_only("counts messages")
 def test_groups_that_are_divided_alike_go_together():
     run_ranks(2, check_factors_go_together)

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp.compare import whole
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard
 from terrazzo.tensor import init_device_mesh
+
+pytestmark = pytest.mark.on_late
 
 
 class Clamped(nn.Module):
@@ -93,7 +95,7 @@ def outcome(module: Any, x: Tensor, write: str) -> list[Tensor | None] | type:
 
 def check() -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     for write, reshard, together, policy in product(WRITES, (True, False), (True, False), POLICIES):
         ours = model()
         expected = outcome(copy.deepcopy(ours), x, write)

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp.compare import whole
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from terrazzo.tensor import init_device_mesh
+
+pytestmark = pytest.mark.on_late
 
 WIDTH, ROWS = 5, 3
 
@@ -99,7 +101,7 @@ def compare(model: nn.Module, reference: nn.Module, tolerance: float, what: str)
         assert (p.grad is None) == (q.grad is None), f"{what}: {name}"
         if p.grad is not None and q.grad is not None:
             torch.testing.assert_close(
-                whole(p.grad), q.grad, rtol=tolerance, atol=tolerance, msg=f"{what}: {name} differs"
+                whole(p.grad).to(q.device), q.grad, rtol=tolerance, atol=tolerance, msg=f"{what}: {name} differs"
             )
 
 
@@ -112,7 +114,7 @@ def check(
     options: dict[str, Any],
     after_backward: bool = True,
 ) -> None:
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = init_device_mesh(device_type(), mesh_shape)
     torch.manual_seed(0)
     model: Any = Model()
     reference = copy.deepcopy(model)
@@ -178,7 +180,7 @@ def test_parameters_frozen_between_micro_batches_on_four_ranks():
 
 def check_replicas_with_other_counts() -> None:
     """A block is frozen in the last micro-batch of each step, which is the only one of the second replica."""
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     for switch in ("set_requires_all_reduce", "set_requires_gradient_sync"):
         for counts in ((3, 1), (1, 2)):
             torch.manual_seed(0)
@@ -210,6 +212,7 @@ def compare_values(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(ours.full_tensor(), theirs, msg=name)  # type: ignore[operator]
 
 
+@pytest.mark.on_late(sample=True)
 def test_replicas_that_run_other_numbers_of_micro_batches():
     run_ranks(4, check_replicas_with_other_counts)
 
@@ -241,7 +244,7 @@ def check_other_sections() -> None:
     torch.manual_seed(0)
     model: Any = Model()
     reference = copy.deepcopy(model)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
+    fully_shard(model, mesh=init_device_mesh(device_type(), (2, 2)))
     for i in range(2):
         model.set_requires_all_reduce(i == 1)
         run(model, None, Micro(), i, [dist.get_rank()])
@@ -260,5 +263,6 @@ class Summing:
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
+@pytest.mark.on_late(sample=True)
 def test_gradients_that_wait_for_the_replicas_fit_into_padded_sections():
     run_ranks(4, check_other_sections)

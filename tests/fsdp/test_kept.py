@@ -15,7 +15,7 @@ from torch import nn
 
 import terrazzo.fsdp as our_fsdp
 from fsdp.compare import Model, apart, batches, loss_of, mine, shard_blocks, train_alike
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult, fully_shard, report
 from terrazzo.fsdp.group import group_of
@@ -23,9 +23,11 @@ from terrazzo.fsdp.run.unit import Unit
 from terrazzo.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
 from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+pytestmark = pytest.mark.on_late
+
 
 def mesh_of(*sizes: int) -> Any:
-    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+    return init_device_mesh(device_type(), sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
 
 def unit_of(module: nn.Module) -> Unit:
@@ -220,7 +222,7 @@ class Two(nn.Module):
 
 def check_parallel() -> None:
     """PyTorch refuses these. What modules hold meanwhile says of which tensor it is a part."""
-    named = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    named = init_device_mesh(device_type(), (4, 1), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     reference = Two()
     for whole in (False, True):

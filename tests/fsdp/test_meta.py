@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.compare import adamw, mine
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo import checkpoint
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp import fully_shard
 from terrazzo.tensor import DTensor, init_device_mesh
 from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+pytestmark = pytest.mark.on_late
 
 
 class Layer(nn.Module):
@@ -70,14 +72,14 @@ def train_beside(model: Any, reference: Any, mesh: Any) -> None:
 
 
 def check_start(folder: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     reference = Stack()
     checkpoint.save({"model": reference.state_dict()}, checkpoint_id=folder)
 
     # Each module gives its parameters values: ranks agree, and different elements have different ones.
     model = sharded_on_meta(mesh)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     torch.manual_seed(3)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
@@ -106,7 +108,7 @@ def test_values_come_from_modules_or_from_a_checkpoint(tmp_path):
 
 
 def with_values(model: Any) -> None:
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     torch.manual_seed(3)
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
@@ -115,7 +117,7 @@ def with_values(model: Any) -> None:
 
 def check_optimizer_first() -> None:
     """An optimizer that was built on the meta device trains the model: parameters stay the same objects."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     model = sharded_on_meta(mesh)
     next(model.parameters()).of_user = "kept"
     optimizer = adamw(model)
@@ -151,7 +153,7 @@ def check_replaced() -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         if what == "a module inside":
             for module in model:
-                module.to_empty(device="cpu")
+                module.to_empty(device=device_type())
                 module.reset_parameters()
         elif what == "weak references":
             with_values(model)

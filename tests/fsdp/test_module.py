@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp.compare import Counted, Model, adamw, apart, assert_same_parameters, batches, loss_of, mine, shard_blocks
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, trace
 from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.run.root import Root
 from terrazzo.tensor import DTensor, Replicate, init_device_mesh
+
+pytestmark = pytest.mark.on_late
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
 
@@ -218,8 +220,7 @@ def test_explicit_prefetching(world):
 def check_accumulation() -> None:
     for reduce_at_once, messages in product((True, False), (4, 2)):  # each alone; the root and the blocks
         model, reference = sharded_and_plain()
-        if messages == 4:
-            apart(model)
+        model.set_coalesce_bytes(0 if messages == 4 else 4 << 20)
         ours, theirs = adamw(model), adamw(reference)
         for _ in range(3):
             for step, (x, y) in enumerate(batches(3)):
@@ -239,6 +240,7 @@ def check_accumulation() -> None:
 
 
 @WORLDS
+@pytest.mark.on_late(sample=True)
 def test_gradients_accumulate_with_and_without_communication(world):
     run_ranks(world, check_accumulation)
 
@@ -264,7 +266,7 @@ def test_settings_for_one_module_only():
 
 
 def check_hsdp_accumulation() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     model, reference = sharded_and_plain(mesh=mesh)
     ours, theirs = adamw(model), adamw(reference)
     for together in (False, True):
@@ -290,7 +292,7 @@ def test_hsdp_gradients_accumulate_before_the_all_reduce():
 
 
 def check_hook() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard"))
     model, reference = sharded_and_plain(mesh=mesh["shard"])
     sizes: list[int] = []
 
@@ -533,5 +535,6 @@ def check_changed_while_accumulating() -> None:
 
 
 @WORLDS
+@pytest.mark.on_late(sample=True)
 def test_accumulated_gradients_survive_a_change_of_parameters(world):
     run_ranks(world, check_changed_while_accumulating)

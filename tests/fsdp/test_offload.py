@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from device_ranks import run_on_devices
 from fsdp.compare import Model, batches, loss_of, shard_blocks, train_alike
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, offload
 from terrazzo.tensor import DTensor, init_device_mesh
+
+pytestmark = pytest.mark.on_late
 
 STATE_ONLY = CPUOffloadPolicy(parameters=False)
 
@@ -101,10 +103,12 @@ def test_only_what_the_policy_says_is_moved():
 def check_plain() -> None:
     for policy in (STATE_ONLY, CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
         model = train_alike(lambda m, policy=policy: shard_blocks(m, offload_policy=policy))
-        assert all(p.device.type == "cpu" for p in model.parameters())
+        resting = device_type() if policy is STATE_ONLY else "cpu"
+        assert all(p.device.type == resting for p in model.parameters())
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.on_late(sample=True)
 def test_offloading_from_cpu_to_cpu(world):
     run_ranks(world, check_plain)
 

@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp.compare import PER_RANK, assert_same_parameters, checked, mine
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.checkpoint import save
 from terrazzo.checkpoint.state_dict import get_state_dict
 from terrazzo.comm import add_observer, remove_observer
 from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard
 from terrazzo.tensor import init_device_mesh
+
+pytestmark = pytest.mark.on_late
 
 EXPERTS = 6
 
@@ -105,7 +107,7 @@ def train(options: dict[str, Any], micro_batches: int, reduce_each: bool) -> tup
 def check_training(folder: str) -> None:
     ways: list[dict[str, Any]] = [{}, {"reshard_after_forward": True}]
     if dist.get_world_size() == 4:
-        ways = [{}, {"mesh": init_device_mesh("cpu", (2, 2))}]
+        ways = [{}, {"mesh": init_device_mesh(device_type(), (2, 2))}]
     for options in ways:
         for micro_batches, reduce_each in ((1, True), (2, True), (2, False)):
             model, optimizer = train(options, micro_batches, reduce_each)
@@ -180,7 +182,7 @@ def check_left_out() -> None:
     modes = [("none", "all"), ("all", "all")]
     if world == 4:
         modes += [("shards", "all"), ("none", "shards", "all"), ("shards", "none", "all")]
-    mesh = init_device_mesh("cpu", (2, 2) if world == 4 else (world,))
+    mesh = init_device_mesh(device_type(), (2, 2) if world == 4 else (world,))
     for mode in modes:
         torch.manual_seed(0)
         model: Any = Layers()

@@ -17,6 +17,8 @@ from ranks import run_ranks
 from terrazzo.comm import add_observer, remove_observer
 from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard
 
+pytestmark = pytest.mark.on_late
+
 HALF = torch.bfloat16
 
 
@@ -167,6 +169,7 @@ def check_traffic() -> None:
     assert {e.bytes for e in events if e.kind == "reduce_scatter"} >= {(elements + 2 * count) * 4 // 2}
 
 
+@pytest.mark.cpu_only("sizes of messages")
 def test_parameters_travel_in_the_param_dtype_and_gradients_in_the_reduce_dtype():
     run_ranks(2, check_traffic)
 
@@ -257,5 +260,6 @@ def check_sparse() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.cpu_only("sparse tensors")
 def test_sparse_gradients_are_accumulated(world):
     run_ranks(world, check_sparse)

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard
 from terrazzo.tensor import Shard, init_device_mesh
+
+pytestmark = pytest.mark.on_late
 
 
 class Pair(TwoTensor):
@@ -50,8 +52,8 @@ class Scaled8(Tensor):
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         assert outer_size[1] == self.shape[1] and isinstance(module, nn.Linear) and mp_policy.param_dtype is None
         rows = -(-outer_size[0] // mesh.size())
-        scale = torch.ones(rows, dtype=torch.float32)
-        values = torch.zeros(rows, outer_size[1], dtype=torch.int8)
+        scale = torch.ones(rows, dtype=torch.float32, device=self.device)
+        values = torch.zeros(rows, outer_size[1], dtype=torch.int8, device=self.device)
         if self.shape[0]:
             scale[: self.shape[0]] = self.inside.abs().amax(1).clamp(min=1e-6) / 127
             values[: self.shape[0]] = (self.inside / scale[: self.shape[0], None]).round().to(torch.int8)
@@ -104,7 +106,7 @@ def plain(x: Tensor) -> Tensor:
 
 
 def check_like_torchs(kind: type[Tensor], widths: list[int], world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(device_type(), (world,))
     for reshard in (True, False):
         ours, theirs = make(kind, widths), make(kind, widths)
         shard(ours, fully_shard, mesh=mesh, reshard_after_forward=reshard)
@@ -146,7 +148,7 @@ def check_uneven() -> None:
     """Rows that do not divide, and a rank without any: PyTorch does not run this twice, so it is checked by itself."""
     model = make(Scaled8, [3, 5, 1])
     reference = copy.deepcopy(model)
-    shard(model, fully_shard, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+    shard(model, fully_shard, mesh=init_device_mesh(device_type(), (2,)), reshard_after_forward=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     weights = [layer.weight.inside.clone() for layer in reference]
     biases = [layer.bias.detach().clone() for layer in reference]
@@ -182,8 +184,8 @@ def check_half_and_replicas() -> None:
     with torch.device("meta"):
         model = make(Pair, [4, 8, 4])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    shard(model, fully_shard, mesh=init_device_mesh("cpu", (2, 2)), mp_policy=policy)
-    model.to_empty(device="cpu")
+    shard(model, fully_shard, mesh=init_device_mesh(device_type(), (2, 2)), mp_policy=policy)
+    model.to_empty(device=device_type())
     for p in model.parameters():
         nn.init.trunc_normal_(p)
         p.detach().fill_(0.5)
@@ -217,7 +219,7 @@ class Named(nn.Parameter):
 
 
 def check_refused() -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
 
     def layer(weight: Tensor) -> nn.Linear:
         result = nn.Linear(4, 4, bias=False)
@@ -257,7 +259,7 @@ def check_writes() -> None:
     x = torch.randn(3, 4)
     for reshard in (True, False):
         model = Doubling(make(Pair, [4, 4])[0].weight)
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=reshard)
+        fully_shard(model, mesh=init_device_mesh(device_type(), (2,)), reshard_after_forward=reshard)
         before = plain(model.weight.to_local().detach()).clone()
         for _ in range(2):  # gathering again is no write
             model(x).sum().backward()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import terrazzo.fsdp as our_fsdp
 from fsdp.compare import Model, adamw, apart, assert_same_parameters, batches, loss_of, mine, shard_blocks, train_alike
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, report, share_comm_ctx
 from terrazzo.fsdp.group import group_of
@@ -27,6 +27,8 @@ from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.run.root import root_of
 from terrazzo.fsdp.run.staging import GroupMemory, use_staging
 from terrazzo.tensor import DTensor, distribute_tensor
+
+pytestmark = pytest.mark.on_late
 
 
 class Own:
@@ -67,7 +69,7 @@ def check_own_communication() -> None:
             for module in (model, model.blocks[0]):
                 module.set_custom_all_gather(gather)
                 module.set_custom_reduce_scatter(reduce)
-            model.set_force_sum_reduction_for_comms(True)
+                module.set_force_sum_reduction_for_comms(True)
             model.set_separate_reduce_scatter_group()
 
         train_alike(shard, steps=3)
@@ -168,6 +170,7 @@ def check_staging() -> None:
         model.set_allocate_memory_from_process_group_for_comm(True)
 
 
+@pytest.mark.cpu_only("what only the CPU does")
 def test_what_is_communicated_lies_where_the_backend_wants_it():
     run_ranks(2, check_staging)
 
@@ -197,6 +200,7 @@ def check_buffers() -> None:
         model.set_reshard_after_forward(2)
 
 
+@pytest.mark.cpu_only("what only the CPU does")
 def test_reductions_under_way_are_as_many_as_the_user_allows():
     run_ranks(2, check_buffers)
 
@@ -277,6 +281,7 @@ def check_reset_of_what_fails_as_well() -> None:
     assert all(isinstance(p, DTensor) for p in model.parameters()), "everything is sharded"
 
 
+@pytest.mark.cpu_only("on accelerators a gather is waited for when it begins")
 def test_what_was_under_way_beside_it_may_fail_as_well():
     run_ranks(2, check_reset_of_what_fails_as_well)
 
@@ -293,7 +298,7 @@ def check_list_from_meta() -> None:
     fully_shard([model.blocks[0], model.blocks[1]])
     fully_shard([model.embed, model.head])
     fully_shard(model)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     assert not any(p.is_meta for p in model.parameters())
     model.load_state_dict({name: like(value, model) for name, value in reference.state_dict().items()})
     for dtype in (torch.float64, torch.float32):
@@ -315,7 +320,7 @@ def check_list_from_meta() -> None:
         fresh: Any = Model()
     fully_shard([fresh.blocks[0], fresh.blocks[1]])
     fully_shard(fresh)
-    fresh.to_empty(device="cpu")
+    fresh.to_empty(device=device_type())
     for module in fresh.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()

@@ -25,9 +25,11 @@ from fsdp.compare import (
     train_alike,
     whole,
 )
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from terrazzo.tensor import DTensor
+
+pytestmark = pytest.mark.on_late
 
 
 class Checkpointed(Model):
@@ -155,7 +157,7 @@ def check_grad_scaler() -> None:
     reference = copy.deepcopy(model)
     shard_blocks(model)
     ours, theirs = adamw(model), adamw(reference)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2)]
+    scalers = [torch.amp.GradScaler(device_type(), init_scale=2.0**8, growth_interval=2) for _ in range(2)]
     for step, (x, y) in enumerate(batches(5)):
         if step == 2 and dist.get_rank() == 0:
             x[0, 0] = float("inf")  # the data of one rank overflow: all ranks skip the step
@@ -287,7 +289,7 @@ def check_no_grad_kinds() -> None:
     loss_of(model, mine(x), mine(y)).backward()
     loss_of(reference, x, y).backward()
     torch.testing.assert_close(model.head.weight.grad.full_tensor(), reference.head.weight.grad, rtol=1e-5, atol=1e-5)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device_type(), torch.bfloat16):
         torch.testing.assert_close(model(x), reference(x))
     gradients = torch.autograd.grad(model(x).sum(), [model.blocks[0].unshard() or model.blocks[0].up.weight])
     expected = torch.autograd.grad(reference(x).sum(), [reference.blocks[0].up.weight])
@@ -343,6 +345,7 @@ def check_only_in_backward(reshard_after_forward: bool | None) -> None:
         write(turn)
 
 
+@pytest.mark.cpu_only("on accelerators each rank answers for itself whether shards were written")
 def test_a_model_that_runs_in_the_backward_of_another():
     for reshard_after_forward in (None, True, False):
         run_ranks(2, check_only_in_backward, reshard_after_forward)

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.compare import Model, assert_same_parameters, batches, loss_of, mine, shard_blocks
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.checkpoint import load, save
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp import FSDPModule, fully_shard
 from terrazzo.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+pytestmark = pytest.mark.on_late
 
 
 def values_for(model: nn.Module, seed: int) -> dict[str, Tensor]:
@@ -108,7 +110,7 @@ def into_state_dict(model: Any, params: Params, seed: int) -> None:
 
 def emptied(model: Any, params: Params, seed: int) -> None:
     values = values_for(model, seed)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device_type())
     with torch.no_grad():
         for name, p in sharded(model).items():
             p.copy_(like(values[name], p))
@@ -164,7 +166,7 @@ def check_writer(name: str) -> None:
     world = torch.distributed.get_world_size()
     ways: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}]
     if world == 4:
-        ways = [{"reshard_after_forward": 2}, {"mesh": init_device_mesh("cpu", (2, 2))}]
+        ways = [{"reshard_after_forward": 2}, {"mesh": init_device_mesh(device_type(), (2, 2))}]
     for options in ways:
         for reshard_after_backward in (False, True):
             if reshard_after_backward and options:
@@ -296,6 +298,7 @@ def check_set_data() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.cpu_only("on accelerators PyTorch itself refuses a DTensor as data")
 def test_data_of_unsharded_parameters(world):
     run_ranks(world, check_set_data)
 
@@ -336,6 +339,7 @@ def check_one_rank() -> None:
         torch.testing.assert_close(model(x), reference(x))
 
 
+@pytest.mark.cpu_only("on accelerators each rank answers for itself whether shards were written")
 def test_a_write_on_one_rank_alone():
     run_ranks(2, check_one_rank)
 
@@ -389,5 +393,6 @@ def check_uncounted() -> None:
         assert model(x).eq(0).all()
 
 
+@pytest.mark.cpu_only("writes through NumPy")
 def test_writes_that_pytorch_does_not_count():
     run_ranks(2, check_uncounted)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore
 
+from terrazzo._torch.autograd import functorch_active, outside_transforms
 from terrazzo._torch.groups import default_store
 from terrazzo.comm import wire
 from terrazzo.comm.axis import Axis, axis_beside
@@ -142,7 +143,7 @@ class Watch:
             both = torch.tensor([checksum, -checksum], device="cpu")
             work = wire.all_reduce(self._beside, both, "max")
         else:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), outside_transforms() if functorch_active() else nullcontext():
                 work, both = self._reduce_on_device(axis, self.streams, checksum)
         self._comparing.append(_Comparing(work, both, names))
 

@@ -338,6 +338,9 @@ class Gradients:
             partial = self._take_partial()
             if partial is not None:
                 self._flat.add(self._reduced, *partial)
+                if partial[1].device.type != "cpu":  # its memory belongs to another stream, and is freed now
+                    device = torch.get_device_module(partial[1].device.type)
+                    partial[1].record_stream(device.current_stream())
             self._partial = self._flat, self._reduced, self._division
             self._reduced = self._flat = None
 

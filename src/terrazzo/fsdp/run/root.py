@@ -260,7 +260,9 @@ class Root:
         try:
             for unit, found in replaced.items():
                 if unit.params and (found or where[unit.index] is Where.SHARDED or unit.index in written):
-                    self._changed |= unit.adopt(found)
+                    if unit.adopt(found):
+                        self._changed = True
+                        self.executor.follow(unit)
                 else:
                     self._changed |= unit.follow_flags()
         except BaseException:
@@ -383,6 +385,10 @@ class Root:
             self._check_units()
         found = self._backward = Backward()
         self._show_unsharded()
+        if self.streams is not None:
+            for unit in self.units:  # an optimizer may have stepped since forward, after which gathers wait for it
+                if unit.params and unit.epoch != unit.gathered_epoch:
+                    self.executor.follow(unit)
         self.settle()
         self._follow_flags()
         at_end_of_backward(self._end_backward)

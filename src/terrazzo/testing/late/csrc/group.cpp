@@ -31,6 +31,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 Tensor flat(const Tensor& tensor, at::ScalarType dtype, int64_t count) {
   void* data = tensor.numel() ? for_tasks(tensor.const_data_ptr()) : nullptr;
+  c10::InferenceMode outside(false);  // gloo writes to it in threads of its own, which are in no such mode
   return at::from_blob(data, {count}, at::TensorOptions().dtype(dtype).device(at::kCPU));
 }
 
