@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import terrazzo
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo._threads import Worker
 from terrazzo.checkpoint import (
     AsyncCheckpointerType,
@@ -42,6 +42,8 @@ from terrazzo.checkpoint.run.staging import put_together, take_apart
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
+pytestmark = pytest.mark.on_late(elsewhere=True)
+
 KINDS = list(AsyncCheckpointerType)
 LIMIT = timedelta(seconds=30)
 
@@ -62,6 +64,7 @@ class SlowWriter(FileSystemWriter):
             SlowWriter.running -= 1
 
 
+@pytest.mark.on_late
 def test_training_goes_on_and_the_checkpoint_keeps_the_old_values(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.zeros(100, 10))
     scalar = torch.tensor(0.0)
@@ -84,7 +87,7 @@ def test_training_goes_on_and_the_checkpoint_keeps_the_old_values(tmp_path: Path
 
 
 def async_rounds(path: str, kind: AsyncCheckpointerType) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     weight = distribute_tensor(torch.zeros(7, 3), mesh, [Shard(0)])
     futures = []
     for step in range(3):
@@ -111,6 +114,7 @@ def async_rounds(path: str, kind: AsyncCheckpointerType) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.on_late(sample=True)
 def test_ranks_save_in_the_background(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
     run_ranks(2, async_rounds, str(tmp_path), kind, timeout=120)
 
@@ -135,6 +139,7 @@ def test_an_error_that_nobody_asked_for_comes_out_of_the_next_save_on_all_ranks(
         assert "before this one failed" in first and second == ""
 
 
+@pytest.mark.on_late
 def test_a_process_that_dies_is_an_error_and_is_replaced(tmp_path: Path) -> None:
     state = {"w": torch.arange(5.0)}
     kind = AsyncCheckpointerType.PROCESS
@@ -168,6 +173,7 @@ def test_host_memory_is_flat_over_many_saves(tmp_path: Path) -> None:
     assert threading.active_count() < 50
 
 
+@pytest.mark.on_late
 def test_a_stager_reuses_its_memory_and_checks_types() -> None:
     stager = BlockingAsyncStager(cache_staged_state_dict=True)
     first = stager.stage({"a": torch.ones(3), "b": [torch.zeros(2, dtype=torch.bfloat16)]})
@@ -201,6 +207,7 @@ class CountingStager(BlockingAsyncStager):
 
 
 @pytest.mark.parametrize("synchronize", [True, False])
+@pytest.mark.on_late
 def test_the_calls_that_a_stager_sees(tmp_path: Path, synchronize: bool) -> None:
     stager = CountingStager(synchronize)
     async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, async_stager=stager).result()
@@ -231,6 +238,7 @@ class SlowStager:
         self.thread.join()
 
 
+@pytest.mark.on_late
 def test_nothing_is_written_before_a_stager_is_done(tmp_path: Path) -> None:
     stager = SlowStager()
     weight = torch.full((1 << 16,), 1.0)
@@ -303,6 +311,7 @@ def chunked(fill: float) -> ChunkedTensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.on_late
 def test_a_staged_tensor_is_its_boxes_and_their_elements(kind: AsyncCheckpointerType, tmp_path: Path) -> None:
     """Nothing is asked of it as of other libraries' tensors, and boxes stay the same objects."""
     weight = torch.arange(6.0)
@@ -321,11 +330,12 @@ def test_a_staged_tensor_is_its_boxes_and_their_elements(kind: AsyncCheckpointer
         data.zero_()
     future.result(60)
     found = Checkpoint(tmp_path)
-    assert torch.equal(found["cut"][...], torch.full((6, 4), 1.0)) and found["step"] == 3
-    assert torch.equal(found["nested.0.cut"][...], torch.full((6, 4), 2.0))
-    assert torch.equal(found["nested.0.tied"][...], weight)
+    assert torch.equal(found["cut"][...], torch.full((6, 4), 1.0, device="cpu")) and found["step"] == 3
+    assert torch.equal(found["nested.0.cut"][...], torch.full((6, 4), 2.0, device="cpu"))
+    assert torch.equal(found["nested.0.tied"][...], weight.cpu())
 
 
+@pytest.mark.on_late
 def test_several_threads_save_in_the_background(tmp_path: Path) -> None:
     """They take turns: what one stages is not overwritten by another before it is saved."""
     wrong: list[object] = []
@@ -356,6 +366,7 @@ def test_a_save_in_flight_cannot_be_cancelled(tmp_path: Path) -> None:
     assert list(future.result(30).state_dict_metadata) == ["w"]
 
 
+@pytest.mark.on_late
 def test_what_is_called_when_a_save_has_ended_may_begin_the_next(tmp_path: Path) -> None:
     """On the thread of the save, while another thread waits for it to end."""
     chained: Future = Future()
@@ -405,6 +416,7 @@ def test_a_stager_of_several_groups_copies_for_one_at_a_time(tmp_path: Path) -> 
     run_ranks(1, two_groups_and_threads, str(tmp_path))
 
 
+@pytest.mark.on_late
 def test_an_error_that_a_thread_waits_for_does_not_fail_another_threads_save(tmp_path: Path) -> None:
     class Failing(DefaultSavePlanner):
         def create_local_plan(self):
@@ -448,6 +460,7 @@ class Saving:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.on_late
 def test_a_save_may_begin_inside_another(kind: AsyncCheckpointerType, tmp_path: Path) -> None:
     """As one in a signal handler does."""
     for _ in range(2):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from checkpoint.faults import FaultySystem
-from ranks import run_fresh, run_ranks
+from ranks import device_type, run_fresh, run_ranks
 from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, load, save
 from terrazzo.checkpoint.formats import HuggingFaceReader, HuggingFaceWriter, detect
 from terrazzo.checkpoint.formats.convert import convert
@@ -40,6 +40,8 @@ from terrazzo.errors import (
     UnsupportedValueError,
 )
 
+pytestmark = pytest.mark.on_late(elsewhere=True)
+
 
 def state(seed: int = 1) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
@@ -61,7 +63,7 @@ def small_files(tensors: Any) -> Layout:
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
-        one[name].dtype == tensor.dtype and torch.equal(one[name].float(), tensor.float())
+        one[name].dtype == tensor.dtype and torch.equal(one[name].cpu().float(), tensor.cpu().float())
         for name, tensor in other.items()
     )
 
@@ -76,6 +78,7 @@ def found_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: files[file][name] for name, file in weight_map.items()}
 
 
+@pytest.mark.on_late
 def test_bytes_are_those_of_the_library(tmp_path: Path) -> None:
     save(state(), storage_writer=HuggingFaceWriter(tmp_path / "ours"))
     save_file(state(), tmp_path / "theirs.safetensors", metadata={"format": "pt"})
@@ -328,7 +331,7 @@ def check_streamed(folder: str) -> None:
     """A store that takes whole files only: each has an owner, whom the others send their parts."""
     from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     whole = state() | {"large": torch.arange(3_000_000, dtype=torch.int32).reshape(1500, 2000)}
     sharded = {
         name: distribute_tensor(tensor, mesh, [Shard(tensor.ndim - 1)], src_data_rank=None)
@@ -428,7 +431,7 @@ def check_torch_classes(folder: str) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     whole = {"w": torch.arange(30.0).reshape(5, 6), "b": torch.arange(4)}
     theirs = {"w": distribute_tensor(whole["w"], mesh, [Shard(0)]), "b": whole["b"]}
 
@@ -466,6 +469,7 @@ def test_names_of_pytorch(tmp_path: Path) -> None:
     assert equal(found_in(tmp_path / "ours"), {"w": torch.arange(30.0).reshape(5, 6), "b": torch.arange(4)})
 
 
+@pytest.mark.on_late
 def test_float8_in_blocks(tmp_path: Path) -> None:
     """PyTorch's reader, and the arithmetic on one device."""
     import torch.distributed.checkpoint as dcp

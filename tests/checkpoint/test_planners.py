@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.futures import Future
 
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -40,6 +40,8 @@ from terrazzo.checkpoint.format_utils import BroadcastingTorchSaveReader
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.planner import LoadItemType, ReadItem
 from terrazzo.errors import CheckpointError, CheckpointException
+
+pytestmark = pytest.mark.on_late(elsewhere=True)
 
 # ------------------------------------------------------------------ the documented examples
 
@@ -137,6 +139,7 @@ def plain_state() -> dict:
 
 
 @pytest.mark.parametrize("planner", [RenameOnSave, RenameOnSaveOld])
+@pytest.mark.on_late
 def test_rename(tmp_path: Path, planner: type) -> None:
     metadata = save(plain_state(), checkpoint_id=tmp_path, planner=planner())
     assert all(name.startswith("foo_") for name in metadata.state_dict_metadata)
@@ -145,6 +148,7 @@ def test_rename(tmp_path: Path, planner: type) -> None:
     assert torch.equal(target["w4"], torch.arange(8.0)) and target["step"] == 3
 
 
+@pytest.mark.on_late
 def test_half_precision(tmp_path: Path) -> None:
     state = plain_state()
     metadata = save(state, checkpoint_id=tmp_path, planner=FP16Planner())
@@ -165,6 +169,7 @@ def test_a_planner_that_breaks_its_promise_is_told(tmp_path: Path) -> None:
         save(plain_state(), checkpoint_id=tmp_path, planner=OnlyHalf())
 
 
+@pytest.mark.on_late
 def test_meta_tensors_materialise(tmp_path: Path) -> None:
     save(plain_state(), checkpoint_id=tmp_path)
     for planner in (None, MetaModelMaterialize()):
@@ -202,7 +207,8 @@ class Keeping(DefaultLoadPlanner):
 
 
 def _in_dcp(state: dict, path: Path) -> Path:
-    dcp.save(state, checkpoint_id=path, no_dist=True)
+    # From the CPU: PyTorch copies wrongly from other devices than the current one.
+    dcp.save({name: value.cpu() for name, value in state.items()}, checkpoint_id=path, no_dist=True)
     return path
 
 
@@ -223,6 +229,7 @@ def _in_our_own(state: dict, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("stored", [_in_our_own, _in_dcp, _in_safetensors, _in_torch_save])
+@pytest.mark.on_late
 def test_the_two_calls_for_a_tensor_follow_each_other(stored: Callable[[dict, Path], Path], tmp_path: Path) -> None:
     """However many tensors are read at once."""
     state = {f"t{n}": torch.randn(3 + n, 5) for n in range(40)} | {"large": torch.randn(3000, 3000)}
@@ -275,7 +282,7 @@ class Counting(DefaultSavePlanner):
 
 def cached_rounds(path: str) -> list[int]:
     planner = Counting(enable_plan_caching=True)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     steps = []
     for number, (dtype, size) in enumerate([(torch.float32, 6)] * 3 + [(torch.float64, 6)] * 2 + [(torch.float64, 9)]):
         whole = torch.arange(float(size), dtype=dtype) + number
@@ -399,7 +406,7 @@ class DictReader(StorageReader):
 
 
 def use_foreign_storage(path: str) -> list[list[str]]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     whole = torch.arange(21.0).reshape(7, 3)
     state = {
         "sharded": distribute_tensor(whole, mesh, [Shard(0)]),

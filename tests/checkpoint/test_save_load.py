@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -42,6 +42,8 @@ from terrazzo.errors import (
     UnsupportedValueError,
 )
 from terrazzo.fsdp import fully_shard
+
+pytestmark = pytest.mark.on_late
 
 DTYPES = [
     torch.float32,
@@ -74,6 +76,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.on_late
 def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     value = filled(5, 3, dtype=dtype)
     save({"w": value}, checkpoint_id=tmp_path)
@@ -82,6 +85,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) 
     assert torch.equal(bits(target), bits(value))
 
 
+@pytest.mark.on_late
 def test_shapes_and_strides(tmp_path: Path) -> None:
     state = {
         "scalar": torch.tensor(3.5),
@@ -147,6 +151,7 @@ class Counter:
         self.loads += 1
 
 
+@pytest.mark.on_late
 def test_stateful_objects_at_any_depth(tmp_path: Path) -> None:
     model, counter = torch.nn.Linear(3, 2), Counter()
     counter.state = {"n": 7, "history": filled(2)}
@@ -166,6 +171,7 @@ def test_stateful_objects_at_any_depth(tmp_path: Path) -> None:
     assert str(other_optimizer.state_dict()) == str(optimizer.state_dict())
 
 
+@pytest.mark.on_late
 def test_all_that_does_not_fit_is_one_error_and_nothing_changes(tmp_path: Path) -> None:
     save({"a": filled(4), "b": filled(2, 2), "c": filled(3), "o": 1}, checkpoint_id=tmp_path)
     target = {
@@ -184,6 +190,7 @@ def test_all_that_does_not_fit_is_one_error_and_nothing_changes(tmp_path: Path) 
     assert not target["c"].any()
 
 
+@pytest.mark.on_late
 def test_partial_load_leaves_absent_values_alone(tmp_path: Path) -> None:
     save({"a": filled(4)}, checkpoint_id=tmp_path)
     planner = DefaultLoadPlanner(allow_partial_load=True)
@@ -193,6 +200,7 @@ def test_partial_load_leaves_absent_values_alone(tmp_path: Path) -> None:
     assert planner.missing == ("new", "step")
 
 
+@pytest.mark.on_late
 def test_dtypes_convert_if_nothing_is_lost_or_if_allowed(tmp_path: Path) -> None:
     save({"w": filled(300, 7, dtype=torch.bfloat16)}, checkpoint_id=tmp_path)
     wide = torch.zeros(300, 7)
@@ -224,6 +232,7 @@ def test_names_that_collide_are_refused(tmp_path: Path) -> None:
         save({"a": {"b": 1}, "a.b": 2}, checkpoint_id=tmp_path)
 
 
+@pytest.mark.on_late
 def test_overwriting(tmp_path: Path) -> None:
     save({"w": filled(4)}, checkpoint_id=tmp_path)
     with pytest.raises(CheckpointExistsError):
@@ -288,7 +297,7 @@ def distributed_state(layout: str, fill: bool) -> dict:
     names, placements = LAYOUTS[layout]
     world = dist.get_world_size()
     shape = (world,) if len(names) == 1 else (2, world // 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device_type(), shape, mesh_dim_names=names)
     state = {}
     for i, (name, size) in enumerate(SHAPES.items()):
         dtype = torch.bfloat16 if name == "cube" else torch.float32
@@ -488,7 +497,7 @@ def test_anything_with_a_chunk_list_is_a_distributed_tensor(tmp_path: Path, dupl
 
 
 def save_incomplete(path: str) -> list[str]:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     errors = []
     for state in (
         {"w": distribute_tensor(filled(4), mesh, [Shard(0)])},  # alone, so the other half is missing
@@ -513,7 +522,7 @@ def save_in_group(path: str) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = groups[dist.get_rank() % 2]
     kind = dist.get_rank() % 2
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["a"]
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("a", "b"))["a"]
     state = {"w": distribute_tensor(filled(6, seed=kind), mesh, [Shard(0)]), "kind": kind}
     save(state, checkpoint_id=f"{path}/{kind}", process_group=mine)
 
@@ -529,7 +538,7 @@ def test_sub_groups_save_apart(tmp_path: Path) -> None:
 def save_and_load_across_libraries(path: str) -> None:
     import terrazzo.tensor as ours
 
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("x", "y"))
+    mesh = init_device_mesh(device_type(), (2, dist.get_world_size() // 2), mesh_dim_names=("x", "y"))
     whole = filled(7, 9)
     mine = ours.distribute_tensor(whole, mesh, [ours.Replicate(), ours.Shard(1)])
     theirs = distribute_tensor(whole, mesh, [Shard(1), Shard(0)])

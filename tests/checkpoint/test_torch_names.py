@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import planner_helpers as their_helpers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.checkpoint import (
     AsyncCheckpointerType,
     AsyncSaveResponse,
@@ -39,6 +39,8 @@ from terrazzo.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from terrazzo.checkpoint.stores import MemoryStore
 from terrazzo.checkpoint.utils import find_state_dict_object, find_tensor_shard
 from terrazzo.errors import CheckpointError, CheckpointMismatchError
+
+pytestmark = pytest.mark.on_late(elsewhere=True)
 
 
 def test_the_storage_may_come_second(tmp_path: Path) -> None:
@@ -67,6 +69,7 @@ def test_a_path_or_a_store_as_the_second_argument_says_what_to_pass(tmp_path: Pa
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.on_late
 def test_values_and_targets_that_pytorch_takes(tmp_path: Path) -> None:
     state = {"raw": io.BytesIO(b"abc"), "w": torch.arange(6.0).reshape(2, 3), "sched": {"last": 3}}
     save(state, checkpoint_id=tmp_path)
@@ -75,21 +78,21 @@ def test_values_and_targets_that_pytorch_takes(tmp_path: Path) -> None:
     target: dict[str, Any] = {"raw": io.BytesIO(), "inner": {}, "sched": {}, "w": layer}
     load(target, checkpoint_id=tmp_path)
     assert target["raw"].getvalue() == b"abc" and target["inner"] == {} and target["sched"] == {}
-    assert target["w"].device.type == "cpu" and torch.equal(target["w"], state["w"])
+    assert target["w"].device.type == device_type() and torch.equal(target["w"].cpu(), state["w"].cpu())
     flat = {"w": torch.empty(2, 3, device="meta")}
     load(flat, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(flatten_state_dict=False))
-    assert torch.equal(flat["w"], state["w"])
+    assert torch.equal(flat["w"].cpu(), state["w"].cpu())
     with pytest.raises(CheckpointMismatchError, match="other"):
         load({"other": {"x": 1}}, checkpoint_id=tmp_path)
 
 
 def meta_on_ranks(path: str) -> bool:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     whole = torch.arange(14.0).reshape(7, 2)
     save({"w": distribute_tensor(whole, mesh, [Shard(0)])}, checkpoint_id=path)
     target = {"w": distribute_tensor(whole, mesh, [Shard(1)]).to("meta")}
     load(target, checkpoint_id=path)
-    return torch.equal(target["w"].full_tensor(), whole)
+    return torch.equal(target["w"].full_tensor().cpu(), whole.cpu())
 
 
 def test_distributed_tensors_without_memory_get_some(tmp_path: Path) -> None:
@@ -108,6 +111,7 @@ def test_ranks_that_saved_no_value_of_their_own_keep_theirs(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.on_late
 def test_a_stager_that_gives_a_future(tmp_path: Path, asynchronous: bool) -> None:
     stager = DefaultStager(StagingOptions(use_async_staging=asynchronous))
     for step in range(3):
@@ -190,7 +194,7 @@ def test_read_items_are_those_of_pytorch() -> None:
 
 
 def find_shards(path: str) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
     tensor = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
     start = 2 * dist.get_rank()
     assert find_tensor_shard(tensor, MetadataIndex("w", (start,))).tolist() == [start, start + 1]

@@ -27,6 +27,8 @@ from terrazzo.integrations.huggingface import Rename, Rule
 from terrazzo.layout import Box
 from terrazzo.publish import Publisher, Receiver
 
+pytestmark = pytest.mark.on_late
+
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
@@ -80,6 +82,7 @@ def test_versions_have_what_has_changed(tmp_path):
     run_ranks(2, worlds.end_receiver)
 
 
+@pytest.mark.on_late
 def test_a_receiver_reads_its_part():
     """Rows of a large tensor; of changes, only where its rows are."""
     store = MemoryStore()
@@ -162,6 +165,7 @@ def pair(store=None, **settings):
     return model, served, Publisher(store, model, **settings), Receiver(store, served)
 
 
+@pytest.mark.on_late
 def test_numbers_may_go_back_and_publishers_follow_one_another():
     store = MemoryStore()
     model, served, publisher, receiver = pair(store)
@@ -178,6 +182,7 @@ def test_numbers_may_go_back_and_publishers_follow_one_another():
     assert served.weight.equal(model.weight)
 
 
+@pytest.mark.on_late
 def test_bits_that_are_no_numbers_arrive():
     model, served, publisher, receiver = pair()
     publisher.publish()
@@ -315,6 +320,7 @@ def test_damage_is_found_and_the_model_keeps_what_it_has(tmp_path):
     assert served.weight.equal(model.weight)
 
 
+@pytest.mark.on_late
 def test_rename_maps_on_either_side():
     """Three projections of the trainer are one of the receiver."""
     torch.manual_seed(0)
@@ -344,6 +350,7 @@ def test_rename_maps_on_either_side():
     assert all(back[letter].weight.equal(model[letter].weight) for letter in "qkv")
 
 
+@pytest.mark.on_late
 def test_a_model_that_has_moved_gets_what_is_new():
     model, served, publisher, receiver = pair()
     publisher.publish()
@@ -364,6 +371,7 @@ def test_a_model_that_has_moved_gets_what_is_new():
         receiver.apply()
 
 
+@pytest.mark.on_late
 def test_what_does_not_fit_is_refused():
     store = MemoryStore()
     model, served, publisher, receiver = pair(store)

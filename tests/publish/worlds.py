@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ranks import device_type
 from terrazzo.fsdp import fully_shard
 from terrazzo.publish import Publisher, Receiver
 from terrazzo.tensor import DTensor, init_device_mesh
@@ -52,7 +53,7 @@ def tensor_parallel(dtype: torch.dtype, *, tied: bool = True) -> nn.Module:
     """The model with tensor parallelism, and other numbers."""
     torch.manual_seed(1000)
     model = Net(tied=tied).to(dtype)
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(device_type(), (torch.distributed.get_world_size(),))
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
 
@@ -82,7 +83,7 @@ def digest(state: dict[str, torch.Tensor]) -> str:
     """What stands for all bits of these tensors."""
     seen = hashlib.sha256()
     for name, value in sorted(state.items()):
-        seen.update(name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        seen.update(name.encode() + value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return seen.hexdigest()
 
 

@@ -40,6 +40,8 @@ from terrazzo.errors import (
 )
 from terrazzo.launch import Stopped, StopSignal
 
+pytestmark = pytest.mark.on_late
+
 LIMIT = timedelta(seconds=20)
 
 
@@ -241,6 +243,7 @@ def told_to_end(root: str, by_file: bool) -> tuple:
 
 
 @pytest.mark.parametrize("by_file", [True, False])
+@pytest.mark.cpu_only("signals are for the main thread")
 def test_a_job_that_is_told_to_end_saves_the_same_step(tmp_path: Path, by_file: bool):
     assert run_ranks(2, told_to_end, str(tmp_path), by_file) == [([1, 5], 5, 143, 5)] * 2
 
@@ -460,6 +463,7 @@ def remove_slowly(root: str) -> list[int]:
 
 
 @pytest.mark.long
+@pytest.mark.cpu_only("takes long, and needs no device")
 def test_a_removal_may_take_longer_than_the_time_limit(tmp_path: Path):
     assert run_ranks(2, remove_slowly, str(tmp_path)) == [[4], [4]]
     assert folders(tmp_path) == [4]
