@@ -289,12 +289,6 @@ def test_the_host_waits_once_to_compare_values():
 
 @pytest.mark.long
 @pytest.mark.parametrize("check", CHECKS)
-def test_stored_values_are_right_and_nothing_races(check):
-    run_late(2, check, modes=("needed",))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("check", CHECKS)
 def test_stored_values_are_right_in_every_mode(check):
     run_late(2, check, modes=late.MODES)
 

@@ -359,12 +359,6 @@ def all_same(world, *checks, modes, **options):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("check", SAMPLE)
-def test_fully_shard_has_no_races(check):
-    all_same(2, check, modes=("eager", "needed"))
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("check", (*SAMPLE, *OTHERS))
 def test_fully_shard_has_no_races_in_any_mode(check):
     all_same(2, check, modes=late.MODES)

@@ -184,12 +184,6 @@ CHECKS = (
 
 @pytest.mark.long
 @pytest.mark.parametrize("check", CHECKS)
-def test_dtensors_have_no_races(check):
-    run_late(2, check, modes=("needed",))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("check", CHECKS)
 def test_dtensors_have_no_races_in_any_mode(check):
     run_late(2, check, modes=late.MODES)
 
