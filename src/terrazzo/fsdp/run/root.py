@@ -23,9 +23,10 @@ from terrazzo.fsdp.plan.operations import Stream
 from terrazzo.fsdp.plan.state import Event, Phase, State, Where
 from terrazzo.fsdp.plan.step import Events
 from terrazzo.fsdp.plan.units import Spec, UnitSpec
+from terrazzo.fsdp.run import forming
 from terrazzo.fsdp.run.comm import Collectives, OwnComm
 from terrazzo.fsdp.run.executor import Executor, streams_for
-from terrazzo.fsdp.run.forming import COALESCE_BYTES, differ, form, part, runs_of
+from terrazzo.fsdp.run.forming import differ, form, part, runs_of
 from terrazzo.fsdp.run.memory import free_memory_aside
 from terrazzo.fsdp.run.unit import Unit
 
@@ -66,7 +67,7 @@ class Root:
         self.executor = Executor(self.watch, self.watch_replicas)
         self._use({group.unit: _where_now(group) for group in groups})
         self.is_last_backward = True
-        self.coalesce_bytes = COALESCE_BYTES
+        self.coalesce_bytes = forming.COALESCE_BYTES
         # What is to be done before the next forward: form all units again, or part those of different settings.
         self._joins, self._parts = False, True
         self._courses_made: WeakSet[Course] = WeakSet()  # those of forwards whose graphs exist
