@@ -10,7 +10,9 @@ accesses.
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
+import re
 import sys
 import textwrap
 import time
@@ -46,6 +48,11 @@ class Mutation:
     backend_name: str = "late"
 
     @property
+    def planned(self) -> list[str]:
+        """`"wait"`, a kind and a mark, or `"record"` and a mark."""
+        return self.what.split(" ", 1 if self.what.startswith("record ") else 2)
+
+    @property
     def name(self) -> str:
         return self.what + (f": `{self.old}`" if self.old else "")
 
@@ -54,7 +61,7 @@ def _plan(what: str, check: Callable[..., Any] = sharding.check_plain, **more: A
     return Mutation(what, check, **more)
 
 
-_FSDP, _SAVE = "terrazzo.fsdp", "terrazzo.checkpoint"
+_FSDP, _SAVE, _PUBLISH = "terrazzo.fsdp", "terrazzo.checkpoint", "terrazzo.publish"
 _REACHED = sharding.check_unused_parameters
 _SAME_STREAM = "what it orders is on one stream"
 _WAITED = "the stream that started the collective has waited for it"
@@ -188,6 +195,95 @@ MUTATIONS = (
         "return host.copy_(local, non_blocking=settings.pinned)",
         "return host",
     ),
+    Mutation(
+        f"{_FSDP}.offload:to_device",
+        sharding.check_offload_of_the_optimizer,
+        "return local.to(settings.mesh.device, non_blocking=settings.pinned)",
+        "return local",
+    ),
+    Mutation(
+        f"{_FSDP}.offload:_park",
+        sharding.check_offloaded_state_that_the_host_reads,
+        "torch.get_device_module(device.type).current_stream(device).synchronize()",
+        "pass",
+    ),
+    Mutation(
+        f"{_FSDP}.run.streams:Streams.on_stream",
+        sharding.check_plain,
+        "with device.stream(beside):",
+        "if True:",
+        superfluous="what is on one stream is in order; it costs time only",
+    ),
+    Mutation(
+        f"{_FSDP}.run.gradients:Gradients._note_reached",
+        _REACHED,
+        ".copy_(reached, non_blocking=True)",
+        ".fill_(1)",
+    ),
+    Mutation(
+        f"{_FSDP}.run.gradients:Gradients._at_rest",
+        sharding.check_offload,
+        "resting.copy_(reduced.to(dtype), non_blocking=settings.pinned)",
+        "resting.zero_()",
+    ),
+    Mutation(
+        f"{_FSDP}.run.gradients:Gradients.discard",
+        sharding.check_failing_backwards,
+        "pending.wait()",
+        "pass",
+        superfluous="nobody reads the result, and a collective keeps its memory until it is done",
+    ),
+    Mutation(
+        f"{_FSDP}.run.bucket:Bucket.to_send",
+        sharding.check_offload,
+        "buffer = buffer.to(device, non_blocking=True)",
+        "buffer = torch.zeros_like(buffer, device=device)",
+    ),
+    Mutation(
+        f"{_FSDP}.run.bucket:Bucket._place",
+        sharding.check_plain,
+        "torch._foreach_copy_(views, list(chunks))",
+        "torch._foreach_zero_(views)",
+    ),
+    Mutation(
+        "terrazzo.comm.flat:FlatPlan.pack",
+        sharding.check_plain,
+        "torch.cat(rows, 1, out=sections.view(self.n, -1))",
+        "pass",
+    ),
+    Mutation(
+        "terrazzo.comm.flat:FlatPlan.unpack",
+        sharding.check_plain,
+        "torch.split_with_sizes_copy(sections.view(self.n, -1), self.own_splits, 1, out=pieces)",
+        "pass",
+    ),
+    Mutation(
+        f"{_FSDP}.run.kept:Kept.take",
+        sharding.check_some_blocks_stay_gathered,
+        "torch._foreach_copy_(views, plan.own_chunks(values))",
+        "pass",
+        world=4,
+    ),
+    Mutation(
+        "terrazzo.comm.watch:Watch._reduce_on_device",
+        sharding.check_plain,
+        "stream.wait_event(now)",
+        "pass",
+        superfluous="before a first comparison its stream has freed nothing that others use",
+    ),
+    Mutation("terrazzo.comm.watch:Watch._reduce_on_device", sharding.check_plain, "work.wait()", "pass"),
+    Mutation(
+        "terrazzo.comm.watch:Watch._reduce_on_device",
+        sharding.check_plain,
+        "return streams.mark_of(stream), found",
+        "return now, found",
+    ),
+    Mutation(
+        "terrazzo.comm.watch:Watch._check",
+        sharding.check_state_dicts_between,
+        "comparing.work.synchronize()",
+        "pass",
+    ),
     # ---- collectives
     Mutation(
         "terrazzo.comm.pending:Pending.wait",
@@ -217,6 +313,18 @@ MUTATIONS = (
         "pass",
     ),
     Mutation("terrazzo.comm.pending:wait_for", tensors.check_muon, "work.wait()", "pass"),
+    Mutation(
+        "terrazzo.comm.differentiable:gather_replicate",
+        tensors.check_redistribution,
+        "pending.wait()",
+        "pending._result",
+    ),
+    Mutation(
+        "terrazzo.tensor.experimental.ring_attention:_arrived",
+        tensors.check_context_parallel,
+        "pending.wait()",
+        "pending._finish()",
+    ),
     # ---- checkpoints and publishing
     Mutation(
         f"{_SAVE}.run.device_copies:ThisAccelerator.beside",
@@ -263,6 +371,78 @@ MUTATIONS = (
         "target = buffers[i % 2]",
         "target = buffers[0]",
     ),
+    Mutation(
+        f"{_SAVE}.native.pump:Pump._through_buffers",
+        saving.check_saving,
+        "target.view(window.shape).copy_(window, non_blocking=on_device)",
+        "target.zero_()",
+    ),
+    Mutation(
+        f"{_SAVE}.run.device_copies:copy_from_devices",
+        saving.check_saving_in_the_background,
+        "with accelerator.beside(device):",
+        "with accelerator.beside(device) and torch.no_grad():",
+    ),
+    Mutation(
+        f"{_SAVE}.run.device_copies:copy_from_devices",
+        saving.check_saving_in_the_background,
+        "targets[number].copy_(sources[number], non_blocking=True)",
+        "pass",
+    ),
+    Mutation(
+        f"{_SAVE}.native.requests:Requests.read", saving.check_loading, "torch._foreach_copy_(targets, staged)", "pass"
+    ),
+    Mutation(
+        f"{_PUBLISH}.snapshot:copy_into",
+        saving.check_publishing_through_a_channel,
+        "as_bytes(target).copy_(as_bytes(source))",
+        "as_bytes(target).copy_(as_bytes(source), non_blocking=True)",
+    ),
+    Mutation(
+        f"{_PUBLISH}.snapshot:copy_into",
+        saving.check_publishing_in_bfloat16,
+        ".to(target.dtype))",
+        ".to(target.dtype), non_blocking=True)",
+    ),
+    Mutation(
+        f"{_PUBLISH}.snapshot:Snapshot.take", saving.check_publishing, "copy_into(target, part.data)", "target.zero_()"
+    ),
+    Mutation(
+        f"{_PUBLISH}.host_copy:HostCopy.apply",
+        saving.check_publishing_again_at_once,
+        "torch.accelerator.current_stream(device).synchronize()",
+        "pass",
+    ),
+    Mutation(
+        f"{_PUBLISH}.host_copy:HostCopy.apply",
+        saving.check_publishing_again_at_once,
+        "torch.accelerator.current_stream(device).synchronize()",
+        "torch.accelerator.current_stream().synchronize()",
+    ),
+    Mutation(
+        f"{_PUBLISH}.host_copy:HostCopy.apply",
+        saving.check_publishing_through_a_channel,
+        "torch.accelerator.current_stream(device).synchronize()",
+        "pass",
+    ),
+    Mutation(
+        f"{_PUBLISH}.host_copy:HostCopy.apply",
+        saving.check_publishing,
+        "as_bytes(live).copy_(as_bytes(slot.data), non_blocking=True)",
+        "pass",
+    ),
+    Mutation(
+        f"{_PUBLISH}.exchange:_packed",
+        saving.check_publishing_through_a_channel,
+        "as_bytes(_view(data, piece)).copy_(as_bytes(tensor[piece.box.relative_to(box).slices()]))",
+        "data.zero_()",
+    ),
+    Mutation(
+        f"{_PUBLISH}.exchange:Connections.receive",
+        saving.check_publishing_through_a_channel,
+        "as_bytes(target).copy_(as_bytes(_view(data, piece)))",
+        "target.zero_()",
+    ),
 )
 
 
@@ -272,20 +452,35 @@ MUTATIONS = (
 def mutate(mutation: Mutation) -> None:
     """Change the code of this process."""
     if not mutation.old:
-        _mutate_plan(*mutation.what.split(" ", 1 if mutation.what.startswith("record ") else 2))
+        _mutate_plan(*mutation.planned)
         return
-    module, _, path = mutation.what.partition(":")
-    function: Any = sys.modules[module] if module in sys.modules else __import__(module, fromlist=["_"])
-    for name in path.split("."):
-        function = getattr(function, name)
-    source = textwrap.dedent(inspect.getsource(function))
-    if source.count(mutation.old) != 1:
-        raise LookupError(f"{mutation.what} has {source.count(mutation.old)} times {mutation.old!r}: mend this table")
+    function, source = place_of(mutation)
     namespace: dict[str, Any] = {}
-    code = compile("from __future__ import annotations\n" + source.replace(mutation.old, mutation.new), module, "exec")
-    exec(code, function.__globals__ | {}, namespace)
+    code = "from __future__ import annotations\n" + source.replace(mutation.old, mutation.new)
+    exec(compile(code, mutation.what, "exec"), function.__globals__ | {}, namespace)
     (changed,) = namespace.keys() - {"annotations"}
     function.__code__ = namespace[changed].__code__
+
+
+def place_of(mutation: Mutation) -> tuple[Any, str]:
+    """The function that is changed, and its source, which has `old` once; a LookupError says what is gone."""
+    module, _, path = mutation.what.partition(":")
+    try:
+        function: Any = importlib.import_module(module)
+        for name in path.split("."):
+            function = getattr(function, name)
+    except (ImportError, AttributeError) as error:
+        raise LookupError(f"there is no {mutation.what} ({error}): mend this table") from error
+    function = inspect.unwrap(function)
+    source = textwrap.dedent(inspect.getsource(function))
+    source = source[source.index("def ") :]  # without decorators: the code within them is replaced
+    if source.count(mutation.old) != 1:
+        raise LookupError(f"{mutation.what} has {source.count(mutation.old)} times {mutation.old!r}: mend this table")
+    return function, source
+
+
+_planned = 0
+"""How many operations of plans were changed."""
 
 
 def _mutate_plan(what: str, *names: str) -> None:
@@ -294,10 +489,13 @@ def _mutate_plan(what: str, *names: str) -> None:
     original = streams.Streams.on_stream
 
     def on_stream(self: Any, operation: Any, call: Any) -> Any:
+        global _planned
+        before = operation
         if what == "record" and operation.records is not None and operation.records.what == names[0]:
             operation = replace(operation, records=None)
         if what == "wait" and operation.kind.name == names[0]:
             operation = replace(operation, waits=tuple(mark for mark in operation.waits if mark.what != names[1]))
+        _planned += operation is not before and operation != before
         return original(self, operation, call)
 
     streams.Streams.on_stream = on_stream  # type: ignore[method-assign]
@@ -315,6 +513,8 @@ def values_on(mutation: Mutation | None, check: Callable[..., Any], backend_name
     for mode in _MODES:
         with late.checked(mode):
             values.append(check(device))
+    if mutation is not None and not mutation.old and not _planned:
+        raise LookupError(f"no plan of {check.__name__} has {mutation.what!r}: mend this table")
     return values
 
 
@@ -330,7 +530,10 @@ def outcome_of(mutation: Mutation | None, check: Callable[..., Any], world: int,
     if any("RaceError" in error or "The device `late` found" in error for error in errors):
         return "a race", None
     if errors:
-        return "an error: " + errors[0].strip().splitlines()[-1][:80], None
+        if any("Bad address" in error for error in errors):
+            return "protected memory, in a system call", None
+        raised = re.findall(r"^([\w.]+(?:Error|Exception))\b", errors[0], flags=re.MULTILINE)
+        return "other values" if "AssertionError" in raised else f"an error: {', '.join(raised[-1:])}", None
     if any(not outcome.ok for outcome in ranks):
         return "it did not end", None
     return "", [outcome.value for outcome in ranks]
