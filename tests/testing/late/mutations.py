@@ -210,8 +210,8 @@ MUTATIONS = (
     Mutation(
         f"{_FSDP}.run.streams:Streams.on_stream",
         sharding.check_plain,
-        "with device.stream(beside):",
-        "if True:",
+        "with device.stream(beside), wire.OnThisStream():",
+        "with wire.OnThisStream():",
         superfluous="what is on one stream is in order; it costs time only",
     ),
     Mutation(

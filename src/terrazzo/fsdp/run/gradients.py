@@ -371,9 +371,8 @@ class Gradients:
         if reached.device.type == "cpu":
             self._reached = reached, None
             return
-        there = torch.empty(reached.shape, dtype=reached.dtype, pin_memory=True, device="cpu").copy_(
-            reached, non_blocking=True
-        )
+        there = torch.empty(reached.shape, dtype=reached.dtype, pin_memory=True, device="cpu")
+        there.copy_(reached, non_blocking=True)
         event = torch.get_device_module(reached.device.type).Event()
         event.record()
         self._reached = there, event
