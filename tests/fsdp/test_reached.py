@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp.compare import assert_same_parameters, checked, whole
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.fsdp import fully_shard, trace
 from terrazzo.fsdp.plan.operations import collectives
 from terrazzo.tensor import init_device_mesh
+
+pytestmark = pytest.mark.on_late
 
 WIDTH = 6
 
@@ -236,7 +238,7 @@ def check_cases() -> None:
 def check_all_cases() -> None:
     ways = list(WAYS)
     if dist.get_world_size() == 4:
-        ways += [({"mesh": init_device_mesh("cpu", (2, 2))}, 0, 2, False), ({"reshard_after_forward": 2}, 0, 1, True)]
+        ways += [({"mesh": init_device_mesh(device_type(), (2, 2))}, 0, 2, False), ({"reshard_after_forward": 2}, 0, 1, True)]
     for name in CASES:
         for way in ways:
             train(name, *way, steps=10)
