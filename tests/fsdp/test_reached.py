@@ -238,7 +238,10 @@ def check_cases() -> None:
 def check_all_cases() -> None:
     ways = list(WAYS)
     if dist.get_world_size() == 4:
-        ways += [({"mesh": init_device_mesh(device_type(), (2, 2))}, 0, 2, False), ({"reshard_after_forward": 2}, 0, 1, True)]
+        ways += [
+            ({"mesh": init_device_mesh(device_type(), (2, 2))}, 0, 2, False),
+            ({"reshard_after_forward": 2}, 0, 1, True),
+        ]
     for name in CASES:
         for way in ways:
             train(name, *way, steps=10)

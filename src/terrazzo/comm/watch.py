@@ -10,8 +10,8 @@ On CPU these have a process group of their own, and the result is checked before
 forward, that is before parameters could be mixed up. (The first forward gathers by messages with tags, which cannot be
 mixed up.) On accelerators the checksum follows the collectives that it is about, on their stream, and its result is
 copied to the host. The host looks whether it has come whenever it looks on CPU, and before a state dict; it only waits
-for results that are two steps old. So an error may come after an optimizer's step with wrong gradients, but before they
-are saved.
+for those of the forward and backward before the last ones. So an error may come after an optimizer's step with wrong
+gradients, but before they are saved.
 
 If a collective fails, each rank writes its position to the default store and reads those of the others. The error
 message lists them.
@@ -42,7 +42,7 @@ from terrazzo.errors import CommError, DivergedRanksError
 _ANSWER_SECONDS = 5.0  # how long to wait for the other ranks' answers after a failure
 _SHOWN = 3  # events of a rank that a message shows
 _KEPT = 4096  # events in the record
-_MOST_OPEN = 4  # comparisons whose result the host has not seen: those of two steps
+_MOST_OPEN = 4  # comparisons whose result the host has not seen: those of two forwards and backwards
 
 
 class Named(Protocol):

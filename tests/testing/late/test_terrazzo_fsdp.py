@@ -376,13 +376,13 @@ def test_replicas_have_no_races(check):
     all_same(4, check, modes=("eager", "needed", "default_first"))
 
 
-def check_a_step_without_waits(device):
+def check_a_step_without_waits(device, **options):
     """The host runs ahead of the device: it launches a whole step, and waits for nothing."""
-    model, counts = sharded(device), []
+    model, counts = sharded(device, **options), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
         tokens, waits = batch(device, step, 0), late.host_waits()
-        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -390,9 +390,20 @@ def check_a_step_without_waits(device):
     assert counts[1:] == [0, 0], counts
 
 
+def check_steps_without_waits(device):
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    check_a_step_without_waits(device)
+    check_a_step_without_waits(device, coalesce=True, mp_policy=half)
+    check_a_step_without_waits(device, sizes=REPLICAS, mp_policy=half)
+    check_a_step_without_waits(device, sizes=REPLICAS, reshard_after_forward=False)
+    if dist.get_world_size() == 4:
+        check_a_step_without_waits(device, reshard_after_forward=2)
+
+
 @pytest.mark.long
-def test_a_step_of_fully_shard_does_not_wait_for_the_device():
-    run_late(2, check_a_step_without_waits)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_step_of_fully_shard_does_not_wait_for_the_device(world):
+    run_late(world, check_steps_without_waits)
 
 
 # ------------------------------------------------------------------ on accelerators
