@@ -459,6 +459,7 @@ def check_torch_classes(folder: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.cpu_only("PyTorch's save reads pinned memory before it is there, if another device is current")
 def test_names_of_pytorch(tmp_path: Path) -> None:
     run_ranks(2, check_torch_classes, str(tmp_path))
     assert sorted(os.listdir(tmp_path / "ours")) == [
@@ -491,13 +492,13 @@ def test_float8_in_blocks(tmp_path: Path) -> None:
         (load if module is None else module.load)(target, storage_reader=reader)
         assert torch.equal(target["l.weight"], expected)
     part = Checkpoint(HuggingFaceReader(tmp_path, dequantise=torch.float32))["l.weight"][100:140, 120:]
-    assert torch.equal(part, expected[100:140, 120:])
+    assert torch.equal(part.cpu(), expected[100:140, 120:].cpu())
 
     model = torch.nn.Module()
     model.add_module("l", torch.nn.Linear(200, 300, device="meta", dtype=torch.bfloat16))
     model.l.bias = torch.nn.Parameter(torch.zeros(3))
     assert load_model(model, tmp_path) == ([], [])
-    assert torch.equal(model.l.weight, expected.bfloat16())
+    assert torch.equal(model.l.weight.cpu(), expected.bfloat16().cpu())
 
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": [64, 64]}}))
     with pytest.raises(CheckpointCorruptError, match="in blocks of 64 x 64 it should be"):

@@ -139,7 +139,7 @@ def load_on_two_dims(path: str) -> None:
     load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.full_tensor(), expected[name]), name
+        assert torch.equal(parameter.full_tensor().cpu(), expected[name].cpu()), name
 
 
 def test_two_cuts_on_one_dim_are_saved_in_the_right_order(tmp_path):

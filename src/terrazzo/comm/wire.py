@@ -11,7 +11,6 @@ has none of these problems and the lowest latency, so most reductions are built 
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -20,9 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from terrazzo._torch.groups import (
-    AllgatherOptions,
     AllreduceOptions,
-    AllToAllOptions,
     BroadcastOptions,
     ReduceScatterOptions,
     all_gather_flat,
@@ -62,27 +59,12 @@ T = TypeVar("T")
 
 
 class Sending(threading.local):
-    """Per thread: whether the running process group call comes from here and was reported to observers already; and
-    whether collectives run on the accelerator's current stream."""
+    """Per thread: whether the running process group call comes from here and was reported to observers already."""
 
     now = False
-    here = False
 
 
 sending = Sending()
-
-
-class OnThisStream(AbstractContextManager[None]):
-    """A block in which collectives run on the accelerator's current stream, with its priority.
-
-    Elsewhere they run on a stream of the backend, which the current one waits for when the result is waited for.
-    """
-
-    def __enter__(self) -> None:
-        sending.here = True
-
-    def __exit__(self, *_: object) -> None:
-        sending.here = False
 
 
 def _tells(primitive: Callable[P, T]) -> Callable[P, T]:
@@ -101,32 +83,22 @@ def _tells(primitive: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def _all_reduce_options(op: ReduceOp, here: bool) -> AllreduceOptions:
+def _all_reduce_options(op: ReduceOp) -> AllreduceOptions:
     options = AllreduceOptions()
-    options.reduceOp, options.asyncOp = op, not here
+    options.reduceOp = op
     return options
 
 
-def _reduce_scatter_options(op: ReduceOp, here: bool) -> ReduceScatterOptions:
+def _reduce_scatter_options(op: ReduceOp) -> ReduceScatterOptions:
     options = ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = op, not here
+    options.reduceOp = op
     return options
 
 
-def _plain_options(kind: Any, here: bool) -> Any:
-    options = kind()
-    options.asyncOp = not here
-    return options
-
-
-# By whether the collective runs on the current stream.
-_BOTH = (False, True)
-_ALL_REDUCE = {(name, here): _all_reduce_options(op, here) for name, op in _REDUCE_OPS.items() for here in _BOTH}
-_REDUCE_SCATTER: dict[tuple[str | ScaledSum, bool], ReduceScatterOptions] = {
-    (name, here): _reduce_scatter_options(op, here) for name, op in _REDUCE_OPS.items() for here in _BOTH
+_ALL_REDUCE = {name: _all_reduce_options(op) for name, op in _REDUCE_OPS.items()}
+_REDUCE_SCATTER: dict[str | ScaledSum, ReduceScatterOptions] = {
+    name: _reduce_scatter_options(op) for name, op in _REDUCE_OPS.items()
 }
-_ALL_GATHER = {here: _plain_options(AllgatherOptions, here) for here in _BOTH}
-_ALL_TO_ALL = {here: _plain_options(AllToAllOptions, here) for here in _BOTH}
 
 
 def reduce_op(op: str | ScaledSum) -> Any:
@@ -163,7 +135,7 @@ def all_reduce(axis: Axis, buffer: Tensor, op: str) -> Work | None:
     if captured.capturing():
         captured.all_reduce(axis, buffer, op)
         return None
-    return _group(axis).allreduce([buffer], _ALL_REDUCE[op, sending.here])
+    return _group(axis).allreduce([buffer], _ALL_REDUCE[op])
 
 
 @_tells
@@ -172,8 +144,7 @@ def reduce_scatter(axis: Axis, out: Tensor, buffer: Tensor, op: str | ScaledSum)
     if isinstance(op, str) and captured.capturing():
         captured.reduce_scatter(axis, out, buffer, op)
         return None
-    here = sending.here
-    options = _REDUCE_SCATTER.get((op, here)) or _reduce_scatter_options(reduce_op(op), here)
+    options = _REDUCE_SCATTER.get(op) or _reduce_scatter_options(reduce_op(op))
     return reduce_scatter_flat(_group(axis), out.view(-1), buffer.view(-1), options)
 
 
@@ -193,7 +164,7 @@ def all_gather(axis: Axis, out: Tensor, part: Tensor) -> Work | None:
     if captured.capturing():
         captured.all_gather(axis, out, part)
         return None
-    return all_gather_flat(_group(axis), out, part, _ALL_GATHER[sending.here])
+    return all_gather_flat(_group(axis), out, part)
 
 
 @_tells
@@ -221,7 +192,7 @@ def all_to_all(
     if captured.capturing():
         captured.all_to_all(axis, out, buffer, out_sizes, buffer_sizes)
         return None
-    return _group(axis).alltoall_base(out, buffer, list(out_sizes), list(buffer_sizes), _ALL_TO_ALL[sending.here])
+    return _group(axis).alltoall_base(out, buffer, list(out_sizes), list(buffer_sizes))
 
 
 def _all_to_all_even(axis: Axis, out: Tensor, buffer: Tensor) -> Work | None:
@@ -231,7 +202,7 @@ def _all_to_all_even(axis: Axis, out: Tensor, buffer: Tensor) -> Work | None:
         sizes = [buffer.numel() // axis.size] * axis.size
         captured.all_to_all(axis, out, buffer, sizes, sizes)
         return None
-    return _group(axis).alltoall_base(out, buffer, [], [], _ALL_TO_ALL[sending.here])
+    return _group(axis).alltoall_base(out, buffer, [], [])
 
 
 @_tells

@@ -65,7 +65,6 @@ _FSDP, _SAVE, _PUBLISH = "terrazzo.fsdp", "terrazzo.checkpoint", "terrazzo.publi
 _REACHED = sharding.check_unused_parameters
 _SAME_STREAM = "what it orders is on one stream"
 _WAITED = "the stream that started the collective has waited for it"
-_OWN_STREAM = "the collective runs on the stream that started it"
 _WAITS_LATER = "the stream that uses the result waits for the collective"
 
 MUTATIONS = (
@@ -118,7 +117,6 @@ MUTATIONS = (
         sharding.check_plain,
         "self._reduced = self._pending.wait()",
         "self._reduced = self._pending._result",
-        superfluous=_OWN_STREAM,
     ),
     Mutation(
         f"{_FSDP}.run.gradients:Gradients.release",
@@ -210,8 +208,8 @@ MUTATIONS = (
     Mutation(
         f"{_FSDP}.run.streams:Streams.on_stream",
         sharding.check_plain,
-        "with device.stream(beside), wire.OnThisStream():",
-        "with wire.OnThisStream():",
+        "with device.stream(beside):",
+        "if True:",
         superfluous="what is on one stream is in order; it costs time only",
     ),
     Mutation(

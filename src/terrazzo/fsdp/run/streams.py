@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from terrazzo.comm import wire
 from terrazzo.fsdp.plan.operations import WRITTEN, Kind, Mark, Operation, Stream
 
 
@@ -41,7 +40,7 @@ class Streams:
                 if beside is None:
                     found = call()
                 else:
-                    with device.stream(beside), wire.OnThisStream():
+                    with device.stream(beside):
                         found = call()
             if records is not None and found is not False:
                 marks[records] = self.mark_of(stream)
