@@ -19,17 +19,16 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import msgspec
 
 from terrazzo.checkpoint.manager.records import Catalog
 from terrazzo.checkpoint.manager.removing import remove, take_to_read
-from terrazzo.checkpoint.native.commit import read_manifest
+from terrazzo.checkpoint.native.commit import Commit, ended, read_manifest
 from terrazzo.checkpoint.native.names import name_of_step
-from terrazzo.checkpoint.stores import ABSENT, SMALL, Absent, Place, Store
-from terrazzo.checkpoint.stores import Version as StoredVersion
+from terrazzo.checkpoint.stores import SMALL, Absent, Place, Store
 from terrazzo.checkpoint.stores.local import LOCK, TEMPORARY
 from terrazzo.errors import (
     CheckpointError,
@@ -122,7 +121,7 @@ class Versions:
 
     def __init__(self, root: Place) -> None:
         self._catalog = Catalog(root)
-        self._mark: StoredVersion | Absent = ABSENT
+        self._commit = Commit(root.store, LIST)
         self._foreign: set[int] = set()  # folders of which a warning has said that they are no versions
 
     @property
@@ -141,9 +140,10 @@ class Versions:
     def read(self) -> Published:
         """The list as it is now."""
         try:
-            data, self._mark = self._catalog.root.store.get(LIST, SMALL)
-        except (FileNotFoundError, NotADirectoryError):
-            self._mark = ABSENT
+            data = self._commit.begin(most=SMALL)
+        except NotADirectoryError:
+            data = None
+        if data is None:
             return Published()
         try:
             published = msgspec.json.decode(bytes(data), type=Published)
@@ -158,22 +158,17 @@ class Versions:
 
     def write(self, published: Published) -> None:
         """Replace the list if it is still the one that was read or written last."""
-        store = self._catalog.root.store
         data = msgspec.json.encode(published)
         try:
-            self._mark = store.put(LIST, data, only_if=self._mark)
+            self._commit.put(data)
         except ConflictError as error:
             raise ConflictError(
                 f"{self.location}: another publisher has begun to publish here, so this one cannot go on: close it, or "
                 "give each publisher a folder of its own"
             ) from error
         except OSError:  # which it may raise after it took effect: its reply was lost, or its last part failed
-            with suppress(OSError):
-                present, mark = store.get(LIST, SMALL)
-                if present == data:
-                    self._mark = mark
-                    return
-            raise
+            if not self._commit.confirm(data):
+                raise
 
     def take_over(self) -> Published:
         """Replace the list, so that an earlier publisher gets a `ConflictError`."""
@@ -193,7 +188,7 @@ class Versions:
 
     def _check_own_folder(self) -> None:
         """Raise if there are checkpoints but no list: they are a run's, whose folder can have no versions."""
-        steps = [] if self._mark is not ABSENT else self._catalog.steps()
+        steps = self._catalog.steps() if isinstance(self._commit.replacing, Absent) else []
         if steps:
             raise PublishValueError(
                 f"{self.location} holds checkpoints of a run ({name_of_step(steps[-1])}), which would be taken for "
@@ -204,8 +199,7 @@ class Versions:
         """Remove temporary files and locks of the list that publishers left when they died."""
         store = self._catalog.root.store
         try:
-            left = [entry for entry in store.list(f"{LIST}.") if entry.key.endswith((TEMPORARY, LOCK))]
-            store.delete([entry.key for entry in left if store.lease_ended(entry.key, entry.modified)])
+            store.delete(ended(store, [e for e in store.list(f"{LIST}.") if e.key.endswith((TEMPORARY, LOCK))]))
         except OSError as error:
             LOGGER.warning("%s: temporary files of publishers that died could not be removed: %s", self.location, error)
 

@@ -16,7 +16,8 @@ from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, load, save
 from terrazzo.checkpoint.formats import DCPWriter
 from terrazzo.checkpoint.formats.convert import convert
-from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Place, Upload, Version
+from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Place, Store, Upload, Version
 from terrazzo.checkpoint.tools.compare import compare
 from terrazzo.errors import CheckpointError, CheckpointNotFoundError
 
@@ -117,3 +118,31 @@ def test_a_lost_reply_to_the_commit_for_pytorch(tmp_path: Path) -> None:
     save({"w": torch.full((3,), 3.0)}, storage_writer=DCPWriter(tmp_path), no_dist=True)
     load(state := {"w": torch.zeros(3)}, checkpoint_id=tmp_path, no_dist=True)
     assert state["w"].eq(3).all()
+
+
+class Overtaken(MemoryStore):
+    """The reply to a commit is late: by then another save has committed, which shares files with the first one."""
+
+    lease_seconds = 0.0
+    overtaking = False
+
+    def adopt(self, other: Store, key: str, name: str) -> str | None:
+        return key if other is self else None
+
+    def put(self, key: str, *args: Any, **options: Any) -> Version:
+        version = super().put(key, *args, **options)
+        if key == MANIFEST and self.overtaking:
+            self.overtaking = False
+            save({"w": torch.ones(9000), "later": 1}, store=self, base=self, no_dist=True)
+            raise TimeoutError(110, "the reply was lost")
+        return version
+
+
+def test_a_later_save_builds_on_a_commit_whose_reply_was_lost() -> None:
+    store = Overtaken()
+    store.overtaking = True
+    with pytest.raises(CheckpointError, match="the reply was lost"):
+        save({"w": torch.ones(9000)}, store=store, no_dist=True)
+    assert Checkpoint(store)["later"] == 1 and Checkpoint(store)["w"][...].eq(1).all()
+    save({"w": torch.zeros(3)}, store=store, no_dist=True)
+    assert sum(entry.key.startswith("data-") for entry in store.list()) == 1, "nothing stays that nobody needs"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,14 +25,14 @@ from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
 from terrazzo.checkpoint.formats.registry import check_is_found, import_all
 from terrazzo.checkpoint.formats.torch_writing import write_archive
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
-from terrazzo.checkpoint.native.commit import SaveLease, is_absent, remove_ended
+from terrazzo.checkpoint.native.commit import Commit, by_save, remove_ended
 from terrazzo.checkpoint.native.format import lease_name, save_of
 from terrazzo.checkpoint.native.items import data_of
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run.sides import WriterSide
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
-from terrazzo.checkpoint.stores import ABSENT, Absent, Entry, Place, Store, Upload, Version, is_url, store_at
-from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, CheckpointFormatError
+from terrazzo.checkpoint.stores import Place, Store, Upload, is_url, store_at
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
 
 _NAME: Final = re.compile(r"__[0-9]+_(?P<save>[0-9a-f]{12})(?:_[0-9]+)?\.distcp")
 _SUFFIX: Final = ".distcp"
@@ -52,11 +51,7 @@ class DCPWriter(StorageWriter):
         self.sync_files = sync_files
         self.overwrite = overwrite
         self._name = ""  # the prefix of this rank's files
-        self._committed = False
-        self._root = b""  # the metadata that the commit puts
-        self._replacing: Absent | Version = ABSENT
         self._replaced: set[str] = set()  # the files of the old checkpoint
-        self._lease = SaveLease()
         import_all()  # `check_is_found` needs them
         self._go_to(path)
 
@@ -67,6 +62,7 @@ class DCPWriter(StorageWriter):
         else:
             self.path = os.fspath(path) if is_url(path) else Path(path)
             self._store = store_at(path, durable=self.sync_files)
+        self._commit = Commit(self._store, METADATA)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -74,10 +70,10 @@ class DCPWriter(StorageWriter):
         return self.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._lease.release()
+        self._commit.release()
         if checkpoint_id is not None:
             self._go_to(checkpoint_id)
-        self._name, self._committed, self._root = "", False, b""
+        self._name = ""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
         self._store.prepare()
@@ -85,14 +81,9 @@ class DCPWriter(StorageWriter):
             return
         check_is_found(Place(self._store), "dcp")
         # First, so that this save fails if another one commits from now on.
-        try:
-            data, self._replacing = self._store.get(METADATA)
-        except FileNotFoundError:
-            self._replacing, self._replaced = ABSENT, set()
-        else:
-            if not self.overwrite:
-                raise CheckpointExistsError(f"{self.path} has a checkpoint: save elsewhere, or with overwrite=True")
-            self._replaced = _files_of(data, str(self.path)) or set()
+        self._commit = Commit(self._store, METADATA)
+        data = self._commit.begin(overwrite=self.overwrite)
+        self._replaced = set() if data is None else _files_of(data, str(self.path)) or set()
         _remove_leftovers(self._store)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -100,7 +91,7 @@ class DCPWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         save_id = uuid.uuid4().hex[:12]
-        self._lease.take(self._store, save_id)
+        self._commit.hold(save_id)
         return [replace(plan, storage_data=f"__{rank}_{save_id}") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -158,17 +149,15 @@ class DCPWriter(StorageWriter):
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.storage_meta()
         metadata.version = dcp_metadata.VERSION
-        self._root = dcp_metadata.encode(metadata)
-        self._store.put(METADATA, self._root, only_if=self._replacing)
-        self._committed = True
-        self._lease.release()
+        self._commit.put(dcp_metadata.encode(metadata))
+        self._commit.release()
         used = {location.file for location in metadata.storage_data.values()}
         self._store.delete(self._replaced - used)
 
     def abandon(self) -> None:
         """Remove the files that this rank has written, because the save failed."""
         self._remove_own()
-        self._lease.release()
+        self._commit.release()
 
     def save_side(self) -> _Side:
         """The interface for a save."""
@@ -176,9 +165,7 @@ class DCPWriter(StorageWriter):
 
     def may_abandon(self) -> bool:
         """Whether the checkpoint is certainly not committed, so that its files can be removed."""
-        if self._committed:
-            return False
-        return is_absent(lambda: self._store.get(METADATA)[0] != self._root)
+        return self._commit.is_absent()
 
     def _remove_own(self) -> None:
         if self._name:
@@ -228,14 +215,9 @@ def _files_of(data: bytes | bytearray, where: str) -> set[str] | None:
 
 def _remove_leftovers(store: Store) -> None:
     """Remove the files of saves that ended without a commit; not those of saves in other formats."""
-    by_save: dict[str, list[Entry]] = defaultdict(list)
-    for entry in store.list():
-        save_id = save_of_file(entry.key) or save_of(entry.key)
-        if save_id is not None:
-            by_save[save_id].append(entry)
     ours = {
         save_id: entries
-        for save_id, entries in by_save.items()
+        for save_id, entries in by_save(store.list(), lambda name: save_of_file(name) or save_of(name)).items()
         if all(entry.key == lease_name(save_id) or _NAME.fullmatch(entry.key) for entry in entries)
     }
 

@@ -13,10 +13,10 @@ from functools import partial
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.manager.hosts import HostsStore, needed_files
 from terrazzo.checkpoint.manager.peers import PIECE, PeerStore
-from terrazzo.checkpoint.native.commit import SaveLease, remove_leftovers
+from terrazzo.checkpoint.native.commit import Commit, remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.root import Root
-from terrazzo.checkpoint.stores import ABSENT, Absent, Store, Version
+from terrazzo.checkpoint.stores import Store
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.errors import CheckpointIOError
 
@@ -27,12 +27,10 @@ def copy_checkpoint(source: HostsStore, target: Store) -> None:
     manifest = Root(data, source.location)
     files = dict(needed_files(manifest))
     target.prepare()
-    replacing: Absent | Version = ABSENT
-    with suppress(FileNotFoundError):
-        replacing = target.get(MANIFEST)[1]
+    commit = Commit(target, MANIFEST)
+    commit.begin()
     remove_leftovers(target)
-    lease = SaveLease()
-    lease.take(target, manifest.head.save_id)
+    commit.hold(manifest.head.save_id)
     try:
         work: dict[LocalStore | PeerStore, list[str]] = defaultdict(list)
         loads: dict[LocalStore | PeerStore, int] = defaultdict(int)
@@ -46,9 +44,9 @@ def copy_checkpoint(source: HostsStore, target: Store) -> None:
         missing = [key for key, size in files.items() if there.get(key) != size]
         if missing:
             raise CheckpointIOError(f"{target.location}: {missing[0]} was copied, but is missing or has another size")
-        target.put(MANIFEST, memoryview(data), only_if=replacing)
+        commit.put(memoryview(data))
     finally:
-        lease.release()
+        commit.release()
     remove_leftovers(target)
 
 

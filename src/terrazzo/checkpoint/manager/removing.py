@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from terrazzo.checkpoint.manager.records import KEPT, RUN, Catalog
-from terrazzo.checkpoint.native.commit import remove_leftovers, sweep
+from terrazzo.checkpoint.native.commit import ended, remove_leftovers, sweep
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST, name_of_step
 from terrazzo.checkpoint.stores import Entry, Lease, Store
@@ -73,7 +73,8 @@ def removing(store: Store) -> Iterator[bool]:
 
 def is_held(store: Store, kind: str = _READER) -> bool:
     """Whether there is a reader of a checkpoint (or a removal)."""
-    return any(not store.lease_ended(entry.key, entry.modified) for entry in _leases(store, kind))
+    leases = _leases(store, kind)
+    return len(ended(store, leases)) < len(leases)
 
 
 def remove(catalog: Catalog, step: int) -> bool:
@@ -97,7 +98,7 @@ def clear(catalog: Catalog, step: int) -> None:
     remove_leftovers(store)
     left = [*_leases(store, _READER), *_leases(store, _REMOVER), *store.list(MANIFEST + LOCK)]
     left += [entry for entry in store.list(".") if entry.key.endswith(TEMPORARY)]  # incomplete copies
-    sweep(store, [entry.key for entry in left if store.lease_ended(entry.key, entry.modified)])
+    sweep(store, ended(store, left))
     if not store.exists(MANIFEST):
         catalog.root.store.remove_folder(name_of_step(step))
 
@@ -111,7 +112,7 @@ def clear_all(catalog: Catalog, spared: Collection[int]) -> None:
     files = [
         entry for name in (LATEST[0], KEPT, RUN) for entry in root.list(f"{name}.") if entry.key.endswith(TEMPORARY)
     ]
-    sweep(root, [entry.key for entry in files if root.lease_ended(entry.key, entry.modified)])
+    sweep(root, ended(root, files))
     for step in catalog.steps():
         if step not in spared and not catalog.is_link(step):
             clear(catalog, step)

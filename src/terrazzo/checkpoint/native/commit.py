@@ -1,4 +1,4 @@
-"""What makes a commit safe, in all formats: the lease of a save, whether a commit took effect, and what is removed.
+"""What makes a commit safe, in all formats: the lease of a save, the condition of its commit, and what is removed.
 
 Removed are files that are of no use any more: those of dead saves and of checkpoints that have been replaced.
 
@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from terrazzo.checkpoint.native.format import MANIFEST, is_temporary, lease_name, save_of
 from terrazzo.checkpoint.native.root import Root
-from terrazzo.checkpoint.stores.base import Entry, Lease, Store
+from terrazzo.checkpoint.stores.base import ABSENT, LARGEST, Absent, Entry, Lease, Store, Version
 from terrazzo.errors import (
     CheckpointCorruptError,
     CheckpointError,
+    CheckpointExistsError,
     CheckpointFormatError,
     CheckpointNotFoundError,
+    ConflictError,
 )
 
 LOGGER = logging.getLogger("terrazzo.checkpoint")
@@ -45,22 +47,41 @@ def committed_manifest(store: Store) -> Root:
         raise CheckpointNotFoundError(f"there is no committed checkpoint at {where}") from error
 
 
-class SaveLease:
-    """A save's lease, from the moment that it is taken until it is released.
+class Commit:
+    """A save to a place: its lease, and the condition on which its root replaces the one that is there.
 
-    It belongs to the process that took it: a copy of this object, or a pickled one in another process, holds no lease.
+    The root is the file that makes a checkpoint of the others: `manifest.terrazzo`, `.metadata`, an index.
+    The lease belongs to the process that took it: a copy of this object, or a pickled one in another process, holds no
+    lease.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store, root: str) -> None:
+        self._store = store
+        self._root = root
+        self.replacing: Absent | Version = ABSENT  # the root's version when the save began, or as it was put last
+        self._is_put: bool | None = False  # None: a put has raised, and may have taken effect
         self._lease: Lease | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_lease": None}
+        return self.__dict__ | {"_lease": None}
 
-    def take(self, store: Store, save_id: str) -> None:
-        """Take the lease of a save to this store: while it is held, no other save removes the files of this one."""
+    def begin(self, *, overwrite: bool = True, most: int = LARGEST) -> bytes | bytearray | None:
+        """The root that is there, or None. From now on, another save that commits makes `put` fail."""
+        self.replacing, self._is_put = ABSENT, False
+        try:
+            data, self.replacing = self._store.get(self._root, most)
+        except FileNotFoundError:
+            return None
+        if not overwrite:
+            raise CheckpointExistsError(
+                f"{self._store.location} holds a checkpoint; save elsewhere, or with overwrite=True"
+            )
+        return data
+
+    def hold(self, save_id: str) -> None:
+        """Take the lease of a save: while it is held, no other save removes the files of this one."""
         self.release()
-        self._lease = store.lease(lease_name(save_id))
+        self._lease = self._store.lease(lease_name(save_id))
 
     def release(self) -> None:
         """Release the lease, after the save succeeded or failed; does nothing if none is held."""
@@ -68,19 +89,42 @@ class SaveLease:
             lease, self._lease = self._lease, None
             lease.release()
 
+    def put(self, data: bytes | memoryview) -> Version:
+        """Commit; `ConflictError` if another save has committed since `begin`."""
+        self._is_put = None
+        try:
+            self.replacing = self._store.put(self._root, data, only_if=self.replacing)
+        except ConflictError:
+            self._is_put = False
+            raise
+        self._is_put = True
+        return self.replacing
 
-def is_absent(look: Callable[[], bool]) -> bool:
-    """After a commit raised: whether it certainly had no effect, so that its files are of no use.
+    def is_absent(self) -> bool:
+        """After the save failed: whether its commit certainly had no effect, so that its files are of no use.
 
-    `look` reads what the commit would have put, and returns whether something else is there. What cannot be read may be
-    there: the reply to a put may be lost, or its last part fail.
-    """
-    try:
-        return look()
-    except FileNotFoundError:
+        The reply to a put may be lost, or its last part fail. If the root is not the old one, it may be that of this
+        save, or of a later one that shares its files. What cannot be read may be there.
+        """
+        return self._is_put is False or (self._is_put is None and self._present()[0] == self.replacing)
+
+    def confirm(self, data: bytes | memoryview) -> bool:
+        """After `put` raised: whether the root has these bytes all the same, so that the next `put` may replace it."""
+        version, present = self._present()
+        if version is None or present != data:
+            return False
+        self.replacing, self._is_put = version, True
         return True
-    except (OSError, CheckpointError):
-        return False
+
+    def _present(self) -> tuple[Absent | Version | None, bytes | bytearray]:
+        """The version and the bytes of the root that is there now; None if it cannot be read."""
+        try:
+            data, version = self._store.get(self._root)
+            return version, data
+        except FileNotFoundError:
+            return ABSENT, b""
+        except (OSError, CheckpointError):
+            return None, b""
 
 
 def remove_leftovers(store: Store, named: Collection[str] = (), listed: Sequence[Entry] | None = None) -> list[str]:
@@ -88,14 +132,8 @@ def remove_leftovers(store: Store, named: Collection[str] = (), listed: Sequence
 
     `named` are files that a committed manifest named. `listed` is an earlier list of the store's files.
     """
-    by_save: dict[str, list[Entry]] = defaultdict(list)
-    temporary = []
-    for entry in store.list() if listed is None else listed:
-        save_id = save_of(entry.key)
-        if save_id is not None:
-            by_save[save_id].append(entry)
-        elif is_temporary(entry.key) and store.lease_ended(entry.key, entry.modified):
-            temporary.append(entry.key)
+    entries = store.list() if listed is None else listed
+    temporary = ended(store, [entry for entry in entries if is_temporary(entry.key)])
 
     def used() -> Collection[str] | None:
         try:
@@ -105,13 +143,23 @@ def remove_leftovers(store: Store, named: Collection[str] = (), listed: Sequence
         except (CheckpointCorruptError, CheckpointFormatError):
             return None
 
-    return remove_ended(store, by_save, used, named=named, others=temporary)
+    return remove_ended(store, by_save(entries, save_of), used, named=named, others=temporary)
+
+
+def by_save(entries: Iterable[Entry], save_of: Callable[[str], str | None]) -> dict[str, list[Entry]]:
+    """The files that belong to saves, by the save's id, which `save_of` finds in a file's name."""
+    found: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        save_id = save_of(entry.key)
+        if save_id is not None:
+            found[save_id].append(entry)
+    return found
 
 
 def remove_ended(
     store: Store,
-    by_save: Mapping[str, Sequence[Entry]],
-    used: Callable[[], Collection[str] | None],
+    saves: Mapping[str, Sequence[Entry]],
+    used: Callable[[], Collection[str] | None] = lambda: (),
     *,
     named: Collection[str] = (),
     others: Sequence[str] = (),
@@ -121,9 +169,9 @@ def remove_ended(
     The files were listed before. `used`, which reads which files the committed checkpoint needs (None: that cannot be
     said, so nothing is removed), is called last, and only if there are files to remove that are not `named`.
     """
-    ended = [entries for save_id, entries in by_save.items() if _has_ended(store, save_id, entries)]
+    gone = [entries for save_id, entries in saves.items() if _has_ended(store, save_id, entries)]
     known = set(named)
-    stale = [*others, *(entry.key for entries in ended for entry in entries if entry.key not in known)]
+    stale = [*others, *(entry.key for entries in gone for entry in entries if entry.key not in known)]
     if not stale:
         return []
     needed = used()
@@ -140,6 +188,11 @@ def _has_ended(store: Store, save_id: str, entries: Sequence[Entry]) -> bool:
     if all(entry.key != lease for entry in entries):
         return True
     return store.lease_ended(lease, max(entry.modified for entry in entries))
+
+
+def ended(store: Store, entries: Iterable[Entry]) -> list[str]:
+    """Those files that no process holds any more: leases, and files under temporary names."""
+    return [entry.key for entry in entries if store.lease_ended(entry.key, entry.modified)]
 
 
 def sweep(store: Store, keys: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native import marker, objects
-from terrazzo.checkpoint.native.commit import SaveLease, committed_manifest, is_absent, read_manifest, remove_leftovers
+from terrazzo.checkpoint.native.commit import Commit, committed_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
 from terrazzo.checkpoint.native.items import rows_of
@@ -33,7 +33,7 @@ from terrazzo.checkpoint.native.writer import (
 from terrazzo.checkpoint.plain_reader import PlainReader
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
-from terrazzo.checkpoint.stores import ABSENT, Absent, Store, Version
+from terrazzo.checkpoint.stores import Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, CheckpointFormatError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
@@ -53,8 +53,7 @@ class NativeWriter(StorageWriter):
         self.save_id = ""  # of the save that is under way
         self._files: FilesOfRank | None = None
         self._manifest: Root | None = None
-        self._replacing: Absent | Version = ABSENT  # what was there when the save began
-        self._lease = SaveLease()
+        self._commit = Commit(store, MANIFEST)
 
     @property
     def plans_alone(self) -> bool:
@@ -62,7 +61,7 @@ class NativeWriter(StorageWriter):
         return type(self).prepare_global_plan is NativeWriter.prepare_global_plan
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._lease.release()
+        self._commit.release()
         self._files = None
         self._manifest = None
         self.base = None
@@ -76,29 +75,21 @@ class NativeWriter(StorageWriter):
         self.save_id = uuid.uuid4().hex[:12]
         if is_coordinator:
             # First of all, because a save that commits from now on conflicts with this one.
+            self._commit = Commit(self.store, MANIFEST)
+            data = self._commit.begin(overwrite=self.overwrite)
             named: list[str] = []
-            self._replacing = ABSENT
             try:
-                data, self._replacing = self.store.get(MANIFEST)
-                named = Root(data, self.store.location).data_files
-            except FileNotFoundError:
-                pass
+                named = [] if data is None else Root(data, self.store.location).data_files
             except CheckpointCorruptError:
-                if isinstance(self._replacing, Absent):  # it was not even read
-                    raise
-                # It is replaced, and what it needed stays until then.
+                pass  # it is replaced, and what it needed stays until then
             except CheckpointFormatError as error:
                 raise CheckpointExistsError(
                     f"{self.store.location} holds a checkpoint that this release cannot read, so it is not replaced: "
                     f"{error}; save elsewhere, or move it away"
                 ) from error
-            if not self.overwrite and not isinstance(self._replacing, Absent):
-                raise CheckpointExistsError(
-                    f"{self.store.location} holds a checkpoint; save elsewhere, or with overwrite=True"
-                )
             for name in remove_leftovers(self.store, named):
                 LOGGER.warning("%s: removed %s, which an unfinished save left behind", self.store.location, name)
-            self._lease.take(self.store, self.save_id)
+            self._commit.hold(self.save_id)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -130,9 +121,7 @@ class NativeWriter(StorageWriter):
             parts.append(result.part)
         save_id = self._files.save_id if self._files is not None else uuid.uuid4().hex[:12]
         features = ("zstd",) if self.options.compression else ()
-        root, listed = commit(
-            self.store, parts, save_id, metadata.planner_data, replacing=self._replacing, features=features
-        )
+        root, listed = commit(self.store, parts, save_id, metadata.planner_data, self._commit.put, features=features)
         self._manifest = root
         marker.leave(self.store)
         self._describe(metadata)
@@ -142,7 +131,7 @@ class NativeWriter(StorageWriter):
         except OSError as error:  # the checkpoint is valid; the next save removes what is left
             LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", self.store.location, error)
         finally:
-            self._lease.release()
+            self._commit.release()
 
     def _describe(self, metadata: Metadata) -> None:
         """Change `metadata` to describe what has been stored."""
@@ -198,12 +187,11 @@ class NativeWriter(StorageWriter):
             save_id, rank = self._files.save_id, self._files.rank
             names = [entry.key for entry in self.store.list()]
             discard(self.store, [name for name in names if is_file_of_save(name, save_id, rank)])
-        self._lease.release()
+        self._commit.release()
 
     def may_abandon(self) -> bool:
         """After `finish` failed: whether the checkpoint is certainly not valid, so that its files are of no use."""
-        files = self._files
-        return files is None or is_absent(lambda: read_manifest(self.store).head.save_id != files.save_id)
+        return self._commit.is_absent()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -20,7 +20,6 @@ from terrazzo.checkpoint.native.datafile import FileLayout, file_header, lay_out
 from terrazzo.checkpoint.native.format import (
     INLINE_INDEX,
     INLINE_LIMIT,
-    MANIFEST,
     checksum,
     data_name,
     index_name,
@@ -33,7 +32,7 @@ from terrazzo.checkpoint.native.pump import Pump
 from terrazzo.checkpoint.native.reusing import Reused, find_unchanged, stored_numbers
 from terrazzo.checkpoint.native.root import TENSOR, FileEntry, ObjectEntry, PartEntry, Root
 from terrazzo.checkpoint.native.rows import Form, Row
-from terrazzo.checkpoint.stores.base import Absent, Entry, Store, Upload, Version
+from terrazzo.checkpoint.stores.base import Entry, Store, Upload
 from terrazzo.errors import CheckpointError
 
 _FILES_AT_ONCE: Final = 4
@@ -334,13 +333,13 @@ def commit(
     parts: Sequence[Part],
     save_id: str,
     planner_data: Any,
+    put: Callable[[bytes], object],
     *,
-    replacing: Absent | Version,
     features: tuple[str, ...] = (),
 ) -> tuple[Root, list[Entry]]:
-    """Commit the checkpoint that consists of these parts, unless another save has committed since this one began.
+    """Commit the checkpoint that consists of these parts, by `put` of its root.
 
-    Returns its root, and the files that were in the store before.
+    Returns the root, and the files that were in the store before.
     """
     paths = planner_data if _are_paths(planner_data) else {}
     extra = None if planner_data is None or _are_paths(planner_data) else objects.encode(planner_data)
@@ -349,7 +348,7 @@ def commit(
     root = Root(data, store.location)
     entries = store.list()
     _check_files(store, root, entries)
-    store.put(MANIFEST, data, only_if=replacing)
+    put(data)
     return root, entries
 
 

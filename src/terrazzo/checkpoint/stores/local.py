@@ -359,11 +359,7 @@ class LocalStore(Store):
         return _LocalLease(self, fd, key)
 
     def renew_lease(self, key: str) -> None:
-        self.touch(key)  # a new file would not be locked
-
-    def touch(self, key: str) -> None:
-        """Set the file's modification time to now."""
-        os.utime(self._path / key)
+        os.utime(self._path / key)  # a new file would not be locked
 
     def lease_ended(self, key: str, last_sign: float) -> bool:
         try:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Final
 
 from terrazzo.checkpoint.formats.huggingface import files
-from terrazzo.checkpoint.native.commit import SaveLease, sweep
+from terrazzo.checkpoint.native.commit import Commit, by_save, ended, remove_ended
 from terrazzo.checkpoint.native.format import lease_name, save_of
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores import ABSENT, SMALL, Absent, Entry, LocalStore, Store, Version
@@ -33,6 +33,15 @@ def part_name(save_id: str, number: int) -> str:
     return f".hf-{save_id}-{number:05d}.tmp"
 
 
+def _save_of(name: str) -> str | None:
+    """The save that a file that is written to belongs to, or a lease, which may be of a save in another format."""
+    found = _PART.fullmatch(name)
+    if found is not None:
+        return found["save"]
+    save_id = save_of(name)
+    return save_id if save_id is not None and name == lease_name(save_id) else None
+
+
 def parts_of(store: Store, save_id: str) -> list[str]:
     """The files that ranks have begun to write in a save."""
     return [e.key for e in store.list(".hf-") if (found := _PART.fullmatch(e.key)) and found["save"] == save_id]
@@ -49,7 +58,7 @@ class Claim:
         overwrite: Whether a checkpoint that is there may be replaced.
 
     Attributes:
-        root: The version of the index that was there.
+        index: Commits by putting the index.
         usual_names: Whether this save may call its shards as everybody does.
     """
 
@@ -60,14 +69,14 @@ class Claim:
         self._index, self._single_name = files.index_name(stem), files.single_name(stem)
         self._mark = f".{self._single_name}.saving"
         # First of all, because a save that commits from now on conflicts with this one.
-        self.root = self._index_version()
+        self.index = Commit(store, self._index)
+        self.index.begin(overwrite=overwrite)
         self._single = self._stat(self._single_name)
-        if not overwrite and (self._single is not None or not isinstance(self.root, Absent)):
+        if not overwrite and self._single is not None:
             raise CheckpointExistsError(f"{store.location} holds a checkpoint; save elsewhere, or with overwrite=True")
         self._replaced = self._shards_named()
         self._remove_leftovers((self._index, self._mark, *beside))
-        self._lease = SaveLease()
-        self._lease.take(store, save_id)
+        self.index.hold(save_id)
         self._shown = time.monotonic()
         self._marked = False
         self.lost = False  # whether another save has taken this one for dead
@@ -86,7 +95,7 @@ class Claim:
             self._marked = False
             with suppress(OSError):  # a later save removes it
                 self._store.delete([self._mark])
-        self._lease.release()
+        self.index.release()
 
     def show_life(self) -> None:
         """The save goes on: called often, it makes the lease younger now and then."""
@@ -95,10 +104,7 @@ class Claim:
             return
         self._shown = now
         with suppress(OSError):  # `check_alive` raises before the commit if another save has removed the lease
-            if isinstance(self._store, LocalStore):
-                self._store.touch(lease_name(self._id))
-            else:
-                self._store.put(lease_name(self._id), b"")
+            self._store.renew_lease(lease_name(self._id))
 
     def check_alive(self, written: Sequence[str]) -> None:
         """Raise if another save has taken this one for dead, and what it held or these files of its own away."""
@@ -126,7 +132,7 @@ class Claim:
         """Raise if another save has committed a checkpoint there."""
         if self._stat(self._single_name) != self._single:
             raise self._conflict(self._single_name)
-        if self._index_version() != self.root:
+        if self._index_version() != self.index.replacing:
             raise self._conflict(self._index)
 
     def remove_replaced(self, kept: Sequence[str], index: Version | None = None) -> None:
@@ -142,7 +148,7 @@ class Claim:
         try:
             if index is None:
                 names = [self._index]
-                if self._index_version() != self.root:
+                if self._index_version() != self.index.replacing:
                     if self._stat(self._single_name) is None:
                         raise self._conflict(self._index)
                     return  # it is hidden by this save's file: theirs is the error
@@ -181,7 +187,7 @@ class Claim:
 
     def _shards_named(self) -> set[str]:
         """The files that the index names that is there now."""
-        if isinstance(self.root, Absent):
+        if isinstance(self.index.replacing, Absent):
             return set()
         try:
             named = set(files.read_index(self._store, self._index).values())
@@ -189,36 +195,23 @@ class Claim:
             return set()
         return {name for name in named if files.is_shard(name, self._stem)}
 
-    def _leases(self) -> list[Entry]:
-        found = self._store.list("save-")
-        return [e for e in found if (save_id := save_of(e.key)) is not None and e.key == lease_name(save_id)]
-
     def _others_save(self) -> bool:
         """Whether another save to this place is under way: its shards are not named yet."""
-        others = [entry for entry in self._leases() if entry.key != lease_name(self._id)]
-        return any(not self._store.lease_ended(entry.key, entry.modified) for entry in others)
+        leases = [entry for entry in self._store.list("save-") if _save_of(entry.key) not in (None, self._id)]
+        return len(ended(self._store, leases)) < len(leases)
 
     def _remove_leftovers(self, keys: Sequence[str]) -> None:
         """What saves left that were killed."""
-        stale = []
-        for entry in self._store.list(".hf-"):
-            match = _PART.fullmatch(entry.key)
-            if match is not None and self._store.lease_ended(lease_name(match["save"]), entry.modified):
-                stale.append(entry.key)
-        for key in keys:  # a put that is alive has locked its file
-            for entry in self._store.list(f"{key}."):
-                temporary = re.fullmatch(rf"{_SAVE_ID}\.tmp", entry.key.removeprefix(f"{key}."))
-                if temporary is not None and self._store.lease_ended(entry.key, entry.modified):
-                    stale.append(entry.key)
-        mark = self._stat(self._mark)
-        if mark is not None:
+        entries = self._store.list()
+        names = re.compile(rf"(?:{'|'.join(map(re.escape, keys))})\.{_SAVE_ID}\.tmp")
+        stale = ended(self._store, [entry for entry in entries if names.fullmatch(entry.key)])  # a live put locks them
+        for mark in (entry for entry in entries if entry.key == self._mark):
             with suppress(FileNotFoundError):
                 holder = bytes(self._store.get(self._mark, SMALL)[0]).decode(errors="replace")
                 known = re.fullmatch(_SAVE_ID, holder) is not None
                 if not known or self._store.lease_ended(lease_name(holder), mark.modified):
                     stale.append(self._mark)
-        stale += [e.key for e in self._leases() if self._store.lease_ended(e.key, e.modified)]
-        sweep(self._store, stale)
+        remove_ended(self._store, by_save(entries, _save_of), others=stale)
 
     def _stat(self, name: str) -> Entry | None:
         try:

@@ -39,7 +39,6 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.native.commit import is_absent
 from terrazzo.checkpoint.native.items import data_of
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run import messages
@@ -115,6 +114,7 @@ class HuggingFaceWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._release()
+        self._claim = None
         if checkpoint_id is not None:
             self.place = Place(checkpoint_id)
         self._layout, self._last, self._committed = None, None, False
@@ -205,7 +205,7 @@ class HuggingFaceWriter(StorageWriter):
         """Whether the checkpoint is certainly not there, so that what was written is of no use."""
         if self._committed or (self._claim is not None and self._claim.lost):
             return False  # of a save that is lost, names may be another's by now
-        return is_absent(lambda: not self._own.intersection(files.read_index(self._store, self._index).values()))
+        return self._claim is None or self._claim.index.is_absent()
 
     def abandon(self) -> None:
         """The save has failed: remove what this rank has written."""
@@ -388,7 +388,7 @@ class HuggingFaceWriter(StorageWriter):
                     self._store.rename({self._part(number): name for number, name in enumerate(finals)})
                 weight_map = {name: finals[slot.file] for name, slot in layout.slots.items()}
                 content = files.encode_index(weight_map, layout.total_size)
-                index = self._store.put(self._index, content, only_if=claim.root)
+                index = claim.index.put(content)
             self._committed = True  # what fails from now on leaves the new checkpoint there
             claim.remove_replaced(finals, index)
 
@@ -402,8 +402,7 @@ class HuggingFaceWriter(StorageWriter):
 
     def _release(self) -> None:
         if self._claim is not None:
-            claim, self._claim = self._claim, None
-            claim.release()
+            self._claim.release()
 
     def _describe(self, metadata: Metadata) -> None:
         """Make `metadata` say what has been stored."""
