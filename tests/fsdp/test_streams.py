@@ -21,12 +21,12 @@ from fsdp.compare import Model, adamw, assert_same_parameters, batches, loss_of,
 from ranks import run_ranks
 from terrazzo.comm.flat import FlatPlan
 from terrazzo.fsdp import PlanError, fully_shard
+from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.plan import planner
 from terrazzo.fsdp.plan.check import Checker
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation, Stream
 from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.run import bucket, root, streams
-from terrazzo.fsdp.run.executor import Executor
 from terrazzo.fsdp.run.streams import Streams
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.tensor import init_device_mesh
@@ -308,6 +308,23 @@ def check_event() -> None:
     assert set(recorded.priorities) == {-1}, "what is waited for does not queue behind what computes"
     waits = [entry for entry in recorded.log if entry == ("wait", "gather", "optimizer has stepped")]
     assert len(waits) == 1, "the event is waited for once"
+    # Shards that are written between forward and backward: gathers wait for all that was queued, not for the event,
+    # which is for the gathers of the next forward.
+    with recording() as recorded:
+        model = shard_blocks(Model())
+        x, y = next(batches(1))
+        loss_of(model, mine(x), mine(y)).backward()
+        loss = loss_of(model, mine(x), mine(y))
+        with torch.no_grad():
+            for param in group_of(model).params:
+                param.sharded.mul_(1)
+        model.set_post_optim_event("of the next forward")
+        recorded.log.clear()
+        loss.backward()
+        assert recorded.log[:2] == [("record", "compute", recorded.log[0][2]), ("wait", "gather", recorded.log[0][2])]
+        assert ("wait", "gather", "of the next forward") not in recorded.log
+        loss_of(model, mine(x), mine(y))
+        assert ("wait", "gather", "of the next forward") in recorded.log
 
 
 def test_the_users_event_is_waited_for_once():
@@ -336,8 +353,8 @@ def check_writes() -> None:
     judge(run())
     # Gathers of a backward wait for everything before it, too, if shards were written since forward: without that,
     # what the plan says has to do.
-    follow, original = Executor.follow, Streams.on_stream
-    Executor.follow = lambda self, unit: None  # type: ignore[method-assign]
+    follow, original = planner._Planner.follow, Streams.on_stream
+    planner._Planner.follow = lambda self: None  # type: ignore[method-assign]
 
     def forgetful(self: Streams, operation: Operation, call: Any) -> Any:
         waits = tuple(mark for mark in operation.waits if mark.what != "freed")
@@ -349,7 +366,7 @@ def check_writes() -> None:
         with pytest.raises(PlanError, match="shard of . is read while"):
             judge(run())
     finally:
-        Executor.follow, Streams.on_stream = follow, original  # type: ignore[method-assign]
+        planner._Planner.follow, Streams.on_stream = follow, original  # type: ignore[method-assign]
 
 
 @pytest.mark.filterwarnings("ignore:.*were written to while their module ran")

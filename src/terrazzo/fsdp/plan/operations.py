@@ -104,6 +104,9 @@ FOLLOWING = (
     Operation(Kind.FOLLOW, -1, Stream.GATHER, waits=(WRITTEN,)),
 )
 
+# The same, also if the user has set an event for which the gathers of the next forward wait.
+FOLLOWING_ALL = (Operation(Kind.USE, -1, records=WRITTEN), FOLLOWING[1])
+
 COLLECTIVES = frozenset([Kind.GATHER, Kind.REDUCE, Kind.ALL_REDUCE])
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.fsdp.plan.operations import FOLLOWING, HANDED_OVER, Buffer, Kind, Mark, Operation, Stream
+from terrazzo.fsdp.plan.operations import FOLLOWING, FOLLOWING_ALL, HANDED_OVER, Buffer, Kind, Mark, Operation, Stream
 from terrazzo.fsdp.plan.state import Phase, Reducing, State, Where
 from terrazzo.fsdp.plan.units import Sizes, Spec
 
@@ -181,6 +181,10 @@ class _Planner:
         if last:
             self._end_reductions()
             self.changes["ended"] = ()
+
+    def follow(self) -> None:
+        if self.spec.streams:
+            self.operations += FOLLOWING_ALL
 
     def recompute(self, unit: int) -> None:
         self._gather(unit)

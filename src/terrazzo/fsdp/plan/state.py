@@ -44,6 +44,7 @@ class Event(Enum):
     REACH = "backward reaches a unit's outputs"  # unit, units whose forwards had ended before, the latest first
     REACH_END = "backward leaves a unit's inputs"  # unit
     BACKWARD_ENDS = "backward has ended"  # units with gradients, whether it was the last; whether a graph was recorded
+    FOLLOW = "shards were written after the step had begun"
     RECOMPUTE = "the forward of a unit is computed again in its backward"  # unit
     UNSHARD = "the user asks for a gather"  # unit, whether outside of any forward and backward
     WAIT = "the user waits for it"  # unit

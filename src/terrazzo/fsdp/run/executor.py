@@ -16,7 +16,7 @@ import torch
 
 from terrazzo.comm.watch import Watch
 from terrazzo.errors import CommError
-from terrazzo.fsdp.plan.operations import FOLLOWING, Buffer, Kind, Operation
+from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
 from terrazzo.fsdp.plan.planner import advance
 from terrazzo.fsdp.plan.state import State
 from terrazzo.fsdp.plan.units import Spec
@@ -128,17 +128,6 @@ class Executor:
             write = Operation(Kind.WRITE, unit.index, writes=(Buffer("shard", unit.index),), epoch=epoch)
             for observer in self.observers:
                 observer.ran(write, perf_counter())
-
-    def follow(self, unit: Unit) -> None:
-        """Let gathers wait for what was written to a unit's shards after this step had begun."""
-        if self.observers:
-            self._observe_writes(unit)
-        for each in FOLLOWING if self.streams is not None else ():
-            call = self.call_of(each)
-            if call is not None:
-                call()
-            for observer in self.observers:
-                observer.ran(each, perf_counter())
 
     def reset(self, *, gradients: bool) -> None:
         """After a failure: reshard everything, and drop running communication."""

@@ -259,13 +259,15 @@ class Root:
         written = self._written(replaced)
         self.advance((Event.FORWARD, module, inside, written))
         try:
+            placed = False
             for unit, found in replaced.items():
                 if unit.params and (found or where[unit.index] is Where.SHARDED or unit.index in written):
-                    if unit.adopt(found):
-                        self._changed = True
-                        self.executor.follow(unit)
+                    placed |= unit.adopt(found)
                 else:
                     self._changed |= unit.follow_flags()
+            if placed:
+                self._changed = True
+                self.executor.advance((Event.FOLLOW,))
         except BaseException:
             self.executor.reset(gradients=False)
             raise
@@ -386,10 +388,8 @@ class Root:
             self._check_units()
         found = self._backward = Backward()
         self._show_unsharded()
-        if self.streams is not None:
-            for unit in self.units:  # an optimizer may have stepped since forward, after which gathers wait for it
-                if unit.params and unit.epoch != unit.gathered_epoch:
-                    self.executor.follow(unit)
+        if self.streams is not None and any(unit.params and unit.epoch != unit.gathered_epoch for unit in self.units):
+            self.executor.advance((Event.FOLLOW,))  # an optimizer may have stepped since forward: gathers wait for it
         self.settle()
         self._follow_flags()
         at_end_of_backward(self._end_backward)
