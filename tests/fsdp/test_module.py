@@ -195,7 +195,8 @@ def check_prefetch() -> None:
         model.zero_grad()
         with trace(model) as steps:
             loss_of(model, mine(x), mine(y)).backward()
-    ahead = [(e.group, e.in_backward) for e in steps.events if e.kind == "prefetch"]
+    shown = steps.timeline()
+    ahead = [(shown.names_of(each), each.backward) for each in steps.operations if each.why == "prefetch"]
     assert ahead == [
         *[("blocks.0", False), ("blocks.1", False), ("blocks.2", False)],
         *[("blocks.2", True), ("blocks.1", True), ("blocks.0", True)],

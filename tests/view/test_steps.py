@@ -54,7 +54,7 @@ def check_what_ran(folder: str) -> None:
         assert own and all(begin >= end for (_, end), (begin, _) in zip(own, own[1:], strict=False)), lane
     assert {span.groups for span in spans if span.lane == "compute"} == set(found.groups)
     gathers = [span for span in spans if span.what == "gather"]
-    assert len(gathers) == len([e for e in steps.events if e.kind in ("unshard", "prefetch")])
+    assert len(gathers) == len([e for e in steps.operations if e.kind == "gather"])
     for span in gathers:
         copied = [s for s in spans if s.what == "copy out" and s.groups == span.groups and s.begin >= span.begin]
         assert span.end == min(copy.end for copy in copied)
@@ -109,7 +109,7 @@ def test_other_files_are_refused(text, message, tmp_path):
 
 def test_a_group_that_is_not_there_is_refused(traces, tmp_path):
     document = json.loads(traces[0].read_text())
-    document["terrazzo"]["operations"][0]["groups"] = [99]
+    document["terrazzo"]["operations"][0]["unit"] = 99
     (tmp_path / "x.json").write_text(json.dumps(document))
     with pytest.raises(ViewError, match="not there"):
         read_timeline(tmp_path / "x.json")

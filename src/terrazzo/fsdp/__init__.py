@@ -14,15 +14,14 @@ from terrazzo.fsdp.plan.step import Plan
 from terrazzo.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from terrazzo.fsdp.report import GroupReport, Report, report
 from terrazzo.fsdp.settings import AllGather, ReduceScatter
-from terrazzo.fsdp.timeline import Collective, Done, Timeline, timeline
-from terrazzo.fsdp.trace import Trace, TraceEvent, trace
+from terrazzo.fsdp.timeline import Collective, Timeline, timeline
+from terrazzo.fsdp.trace import Trace, trace
 
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
     "Collective",
     "DataParallelMeshDims",
-    "Done",
     "FSDPMeshInfo",
     "FSDPModule",
     "GroupReport",
@@ -37,7 +36,6 @@ __all__ = [
     "ShardPlacementResult",
     "Timeline",
     "Trace",
-    "TraceEvent",
     "UnshardHandle",
     "explain",
     "fully_shard",

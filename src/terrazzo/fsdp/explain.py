@@ -1,4 +1,4 @@
-"""`explain`: the plan of the next step of a sharded model."""
+"""`explain`: the plan of the next step of a sharded model; and how all functions that explain a model find its root."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from torch import nn
 
 from terrazzo._torch.modules import children_of
-from terrazzo.fsdp.lookup import sharded
+from terrazzo.errors import FSDPError
+from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.plan.step import Plan, Run, expected, plan_steps
+from terrazzo.fsdp.run.root import Root, root_of
 
 
 def explain(model: nn.Module) -> Plan:
@@ -41,3 +43,15 @@ def _sharded_in(module: nn.Module, positions: Mapping[nn.Module, int]) -> list[n
         if child is not None:
             found += [child] if child in positions else _sharded_in(child, positions)
     return found
+
+
+def sharded(model: nn.Module, function: str) -> tuple[Group, Root]:
+    """The group and the root of a module that `fully_shard` was called on; raises for any other module."""
+    group = group_of(model)
+    if group is None:
+        raise FSDPError(
+            f"{type(model).__name__} is not sharded: {function} expects a module that fully_shard was called on"
+        )
+    root = root_of(group)
+    root.form_units()
+    return group, root

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 from torch import nn
 
-from terrazzo.fsdp.lookup import sharded
+from terrazzo.fsdp.explain import sharded
 from terrazzo.fsdp.plan.units import Sizes, Spec
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.layout.drawing import table_html

@@ -1,4 +1,4 @@
-"""A step of `fully_shard` as data for viewers: operations with their times, groups, bytes and memory.
+"""A step of `fully_shard` as data for viewers: the operations of `explain` or `trace`, and what a viewer needs besides.
 
 In a step that ran (`trace`), times are seconds on this rank's host. In a planned step (`timeline`), whose ranks need
 not exist, they are the numbers of the operations.
@@ -6,48 +6,19 @@ not exist, they are the numbers of the operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import msgspec
 import torch.distributed as dist
 from torch import nn
 
 from terrazzo.comm.axis import Axis
-from terrazzo.fsdp.lookup import sharded
+from terrazzo.fsdp.explain import explain, sharded
 from terrazzo.fsdp.plan.check import sizes_of
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
-from terrazzo.fsdp.plan.step import plan_steps
-from terrazzo.fsdp.plan.units import Spec
 from terrazzo.fsdp.report import report
 from terrazzo.fsdp.run.root import Root
-
-
-class Done(msgspec.Struct, frozen=True):
-    """One operation of the plan, with its times.
-
-    Attributes:
-        kind: the operation, as `explain` names it.
-        groups: the indices of its groups.
-        stream: the stream on which it runs.
-        bytes: the bytes that a rank sends, on average.
-        begin: when the host started it.
-        end: when the host continued.
-        backward: whether backward was running.
-        memory: bytes of unsharded parameters and gradients and of buffers during the operation.
-        after: the same bytes after it.
-        inner: whether it communicates on the smaller mesh of `reshard_after_forward=N`.
-    """
-
-    kind: str
-    groups: tuple[int, ...]
-    stream: str
-    bytes: int
-    begin: float
-    end: float
-    backward: bool
-    memory: int
-    after: int
-    inner: bool = False
 
 
 class Collective(msgspec.Struct, frozen=True):
@@ -81,6 +52,7 @@ class Timeline(msgspec.Struct, frozen=True):
         began: seconds since 1970 at time 0; 0 if the step is planned.
         planned: whether times are numbers of operations.
         groups: the names of the groups.
+        units: by the number of a unit, which operations have, the numbers of its groups.
         shards: for each group the mesh dims over which it is sharded.
         replicas: for each group the mesh dims along which it is replicated, or "".
         held: bytes of shards and their gradients.
@@ -95,13 +67,22 @@ class Timeline(msgspec.Struct, frozen=True):
     began: float
     planned: bool
     groups: list[str]
+    units: list[tuple[int, ...]]
     shards: list[str]
     replicas: list[str]
     held: int
     bound: int
     further: int = 0
-    operations: list[Done] = []
+    operations: list[Operation] = []
     collectives: list[Collective] = []
+
+    def groups_of(self, operation: Operation) -> tuple[int, ...]:
+        """The numbers of the groups that an operation is about; none if it is about all."""
+        return () if operation.unit < 0 else self.units[operation.unit]
+
+    def names_of(self, operation: Operation) -> str:
+        """The names of these groups."""
+        return ", ".join([self.groups[group] for group in self.groups_of(operation)])
 
 
 def frame_of(root: Root) -> Timeline:
@@ -118,6 +99,7 @@ def frame_of(root: Root) -> Timeline:
         began=0.0,
         planned=True,
         groups=[group.name for group in root.groups],
+        units=[unit.groups or (number,) for number, unit in enumerate(spec.units)],
         shards=[_distinct(mesh.shard for mesh in each) for each in meshes],
         replicas=[_distinct(mesh.replicate for mesh in each) for each in meshes],
         held=said.held,
@@ -138,50 +120,29 @@ def timeline(model: nn.Module) -> Timeline:
         model: The root module.
     """
     _, root = sharded(model, "timeline")
-    plan = plan_steps(root.spec())
-    backward, times = False, []
+    plan = explain(model)
+    backward, memory, found = False, Memory(sizes_of(plan.spec)), []
     for number, each in enumerate(plan.operations):
-        backward = (backward or _is_backward(each)) and each.kind is not Kind.WRITE
-        times.append((float(number), float(number + 1), backward))
-    return msgspec.structs.replace(frame_of(root), operations=done(plan.operations, times, plan.spec))
+        # Only backward packs gradients, or makes them.
+        begins = each.kind is Kind.PACK or any(buffer.kind == "gradients" for buffer in each.takes)
+        backward = (backward or begins) and each.kind is not Kind.WRITE
+        found.append(memory.during(replace(each, begin=float(number), end=float(number + 1), backward=backward)))
+    return msgspec.structs.replace(frame_of(root), operations=found)
 
 
-def _is_backward(operation: Operation) -> bool:
-    """Whether the operation occurs only in backward."""
-    return operation.kind is Kind.PACK or any(buffer.kind == "gradients" for buffer in operation.takes)
+class Memory:
+    """The memory of buffers that are in use, while operations run one after the other."""
 
+    def __init__(self, sizes: Mapping[Buffer, int]) -> None:
+        self._sizes = sizes
+        self._live: set[Buffer] = set()
 
-def groups_of(operation: Operation, spec: Spec) -> tuple[int, ...]:
-    """The numbers of the groups that an operation is about; none if it is about all."""
-    return () if operation.unit < 0 else spec.units[operation.unit].groups or (operation.unit,)
+    def during(self, operation: Operation) -> Operation:
+        """The operation, which runs now, with the memory in use."""
+        self._live.update(operation.takes)
+        memory = self._in_use()
+        self._live.difference_update(operation.gives)
+        return replace(operation, memory=memory, after=self._in_use())
 
-
-def done(operations: Iterable[Operation], times: Sequence[tuple[float, float, bool]], spec: Spec) -> list[Done]:
-    """Operations with their times (begin, end, whether in backward), and the memory in use."""
-    sizes = sizes_of(spec)
-    live: set[Buffer] = set()
-    held, found = 0, []
-    for each, (begin, end, backward) in zip(operations, times, strict=True):
-        taken = set(each.takes) - live
-        live |= taken
-        held += sum(sizes.get(buffer, 0) for buffer in taken)
-        most = held
-        given = live.intersection(each.gives)
-        live -= given
-        held -= sum(sizes.get(buffer, 0) for buffer in given)
-        inner = each.kind is Kind.GATHER and any(buffer.kind == "kept" for buffer in each.reads)
-        found.append(
-            Done(
-                kind=each.kind.value,
-                groups=groups_of(each, spec),
-                stream=each.stream.value,
-                bytes=each.moves,
-                begin=begin,
-                end=end,
-                backward=backward,
-                memory=most,
-                after=held,
-                inner=inner,
-            )
-        )
-    return found
+    def _in_use(self) -> int:
+        return sum([self._sizes.get(buffer, 0) for buffer in self._live])

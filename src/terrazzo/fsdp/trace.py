@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, time
 from typing import Any
@@ -23,140 +23,88 @@ from torch import nn
 from terrazzo._torch.autograd import in_backward
 from terrazzo.comm import CommEvent, add_observer, observe, remove_observer
 from terrazzo.comm.axis import Axis
-from terrazzo.fsdp.lookup import sharded
-from terrazzo.fsdp.plan.operations import Kind, Operation
+from terrazzo.fsdp.explain import sharded
+from terrazzo.fsdp.plan.check import sizes_of
+from terrazzo.fsdp.plan.operations import Operation
+from terrazzo.fsdp.plan.step import lines_of
 from terrazzo.fsdp.plan.units import Spec
-from terrazzo.fsdp.timeline import Collective, Timeline, done, frame_of, groups_of
-
-
-class TraceEvent(msgspec.Struct, frozen=True):
-    """Something that was done for a group.
-
-    `kind` is one of unshard (start a gather), prefetch (start a gather ahead of time), wait (wait for a gather, and
-    copy out), reshard, reduce (start a reduction), all-reduce (over the replicas), gradients (set `.grad`).
-    """
-
-    kind: str
-    group: str
-    bytes: int  # that a rank sends, on average
-    begin: float  # seconds since the trace began
-    end: float
-    in_backward: bool
-
-
-_SHOWN = {
-    Kind.COPY_OUT: "wait",
-    Kind.FREE: "reshard",
-    Kind.KEEP: "reshard",
-    Kind.REDUCE: "reduce",
-    Kind.ALL_REDUCE: "all-reduce",
-    Kind.HAND_OVER: "gradients",
-}
-
-
-@dataclass
-class _Collective:
-    """A collective that was started, and its end once that is known."""
-
-    event: CommEvent
-    thread: int
-    begin: float
-    end: float | None = None
+from terrazzo.fsdp.timeline import Collective, Memory, Timeline, frame_of
 
 
 class Trace:
-    """The events of a step in the order in which they began on this rank's host, and the plan's operations."""
+    """The operations of a step that ran, in the order in which they began on this rank's host, with their times."""
 
     def __init__(self, frame: Timeline, spec: Spec) -> None:
-        self.events: list[TraceEvent] = []
         self.operations: list[Operation] = []
-        self._times: list[tuple[float, float, bool]] = []  # of the operations
         self._frame = msgspec.structs.replace(frame, began=time(), planned=False)
         self._spec = spec
+        self._memory = Memory(sizes_of(spec))
         self._zero = perf_counter()
-        self._collectives: list[_Collective] = []
+        # The program's own collectives, by the number of the event: the thread that started each, and its axis.
+        self._collectives: list[tuple[Collective, int, Axis]] = []
 
     def ran(self, operation: Operation, began: float) -> None:
         """Record an operation that has ended."""
-        begin, end, backward = began - self._zero, perf_counter() - self._zero, in_backward()
+        begin, end = began - self._zero, perf_counter() - self._zero
         # Collectives that this thread started since `began` are those of the operation itself.
         thread = threading.get_ident()
-        self._collectives = [each for each in self._collectives if each.thread != thread or each.begin < begin]
-        self.operations.append(operation)
-        self._times.append((begin, end, backward))
-        kind = operation.why if operation.kind is Kind.GATHER else _SHOWN.get(operation.kind)
-        if kind is not None:
-            name = ", ".join([self._frame.groups[group] for group in groups_of(operation, self._spec)])
-            self.events.append(TraceEvent(kind, name, operation.moves, begin, end, backward))
+        self._collectives[:] = [each for each in self._collectives if each[1] != thread or each[0].begin < begin]
+        self.operations.append(self._memory.during(replace(operation, begin=begin, end=end, backward=in_backward())))
 
     def _started(self, event: CommEvent) -> None:
         """Record a collective that is about to start."""
-        self._collectives.append(_Collective(event, threading.get_ident(), perf_counter() - self._zero))
+        now, axis = perf_counter() - self._zero, event.axis
+        found = Collective(event.kind, axis.name, event.bytes, now, now, event.in_backward, event.async_op)
+        self._collectives.append((found, threading.get_ident(), axis))
 
     def _ended(self, kind: str, axis: Axis) -> None:
         """Record the end of the first collective of this kind and axis that has none yet."""
-        for each in self._collectives:
-            if each.end is None and each.event.kind == kind and each.event.axis is axis:
-                each.end = perf_counter() - self._zero
+        for i, (each, thread, along) in enumerate(self._collectives):
+            if each.end == each.begin and each.kind == kind and along is axis:
+                ended = msgspec.structs.replace(each, end=perf_counter() - self._zero)
+                self._collectives[i] = (ended, thread, axis)
                 return
 
     def total_bytes(self) -> int:
         """Bytes that a rank sent for `fully_shard`, on average."""
-        return sum(event.bytes for event in self.events)
+        return sum(each.moves for each in self.operations)
 
     def __str__(self) -> str:
-        width = max((len(event.group) for event in self.events), default=5)
-        lines = [f"{'ms':>9}  {'took':>8}  {'':8}  {'what':9}  {'group':{width}}  {'bytes':>13}"]
-        for e in self.events:
-            phase = "backward" if e.in_backward else "forward"
-            size = f"{e.bytes:,}" if e.bytes else ""
-            took = (e.end - e.begin) * 1e3
-            lines.append(f"{e.begin * 1e3:9.3f}  {took:8.3f}  {phase:8}  {e.kind:9}  {e.group:{width}}  {size:>13}")
+        lines = []
+        for each, line in lines_of(self.operations, self._spec):
+            times = f"{'ms':>9}  {'took':>8}  {'':8}"
+            if each is not None:
+                phase = "backward" if each.backward else "forward"
+                times = f"{each.begin * 1e3:9.3f}  {(each.end - each.begin) * 1e3:8.3f}  {phase:8}"
+            lines.append(f"{times}  {line}")
         return "\n".join(lines)
 
     def timeline(self) -> Timeline:
         """All operations with their times and the memory in use, as `terrazzo view` shows them."""
-        operations = done(self.operations, self._times, self._spec)
-        return msgspec.structs.replace(self._frame, operations=operations, collectives=self._program_collectives())
-
-    def _program_collectives(self) -> list[Collective]:
-        return [
-            Collective(
-                each.event.kind,
-                each.event.axis.name,
-                each.event.bytes,
-                each.begin,
-                each.begin if each.end is None else each.end,
-                each.event.in_backward,
-                each.event.async_op,
-            )
-            for each in self._collectives
-        ]
-
-    def _bar(self, event: TraceEvent | Collective, name: str, row: str, backward: bool, nbytes: int) -> dict[str, Any]:
-        return {
-            "name": name,
-            "cat": "backward" if backward else "forward",
-            "ph": "X",
-            "ts": event.begin * 1e6,
-            "dur": (event.end - event.begin) * 1e6,
-            "pid": self._frame.rank,
-            "tid": row,
-            "args": {"bytes": nbytes},
-        }
+        collectives = [each for each, *_ in self._collectives]
+        return msgspec.structs.replace(self._frame, operations=list(self.operations), collectives=collectives)
 
     def chrome(self) -> bytes:
         """The trace in the format of trace viewers (one process per rank, one row per kind), with the timeline."""
-        events = [
-            self._bar(event, f"{event.kind} {event.group}", event.kind, event.in_backward, event.bytes)
-            for event in self.events
+        shown = self.timeline()
+        bars: list[tuple[Operation | Collective, str, str, int]] = [
+            (each, f"{each.kind} {shown.names_of(each)}", each.kind, each.moves) for each in shown.operations
         ]
-        events += [
-            self._bar(each, f"{each.kind} over {each.axis}", "collectives", each.backward, each.nbytes)
-            for each in self._program_collectives()
+        bars += [(each, f"{each.kind} over {each.axis}", "collectives", each.nbytes) for each in shown.collectives]
+        events: list[dict[str, Any]] = [
+            {
+                "name": name,
+                "cat": "backward" if each.backward else "forward",
+                "ph": "X",
+                "ts": each.begin * 1e6,
+                "dur": (each.end - each.begin) * 1e6,
+                "pid": shown.rank,
+                "tid": row,
+                "args": {"bytes": nbytes},
+            }
+            for each, name, row, nbytes in bars
         ]
-        document = {"traceEvents": events, "displayTimeUnit": "ms", "terrazzo": self.timeline()}
-        return msgspec.json.encode(document)
+        return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "terrazzo": shown})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `chrome()` to a file."""

@@ -15,7 +15,7 @@ def perfetto(timelines: Sequence[Timeline]) -> bytes:
     """The timelines of one or several ranks as a JSON trace. In a plan, an operation takes a microsecond.
 
     >>> import json
-    >>> document = json.loads(perfetto([Timeline(3, 4, 0.0, True, [], [], [], 8, 16)]))
+    >>> document = json.loads(perfetto([Timeline(3, 4, 0.0, True, [], [], [], [], 8, 16)]))
     >>> document["traceEvents"][0]
     {'name': 'process_name', 'ph': 'M', 'pid': 3, 'args': {'name': 'rank 3 of 4'}}
     """

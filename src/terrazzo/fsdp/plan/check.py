@@ -131,9 +131,9 @@ def check(operations: Iterable[Operation], spec: Spec, bound: int | None = None)
     epochs: dict[int, int] = {}
     gathered: dict[int, int] = {}
     for each in operations:
-        stream = each.stream.value
+        stream = each.stream
         if not spec.streams and each.stream is not Stream.COMPUTE:
-            checker.record(Stream.COMPUTE.value, "host")  # the host computes, and starts all other operations
+            checker.record(Stream.COMPUTE, "host")  # the host computes, and starts all other operations
             checker.wait(stream, "host")
         for mark in each.waits:
             checker.wait(stream, mark)

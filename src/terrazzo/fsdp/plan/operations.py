@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 
-class Stream(Enum):
+class Stream(StrEnum):
     """Where an operation runs. On CPU, collectives run on threads of the backend, and the host waits for results."""
 
     COMPUTE = "compute"
@@ -17,7 +17,7 @@ class Stream(Enum):
     ALL_REDUCE = "all-reduce"
 
 
-class Kind(Enum):
+class Kind(StrEnum):
     """The kind of an operation."""
 
     WRITE = "write"  # the optimizer or other code writes the shards; recorded for the checks, not planned
@@ -67,7 +67,10 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation for a unit."""
+    """One operation for a unit: in a plan, and in the trace of a step that ran, with its times and the memory in use.
+
+    In a plan the times are the numbers of the operations.
+    """
 
     kind: Kind
     unit: int
@@ -81,9 +84,19 @@ class Operation:
     moves: int = 0  # bytes that a rank sends, on average
     why: str = ""
     epoch: int = 0  # the epoch of the shard that it needs, counted from the beginning of the plan
+    begin: float = 0.0  # when the host started it, in seconds
+    end: float = 0.0  # when the host continued
+    backward: bool = False  # whether backward was running
+    memory: int = 0  # bytes of unsharded parameters, gradients and buffers that are in use during it
+    after: int = 0  # the same after it
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether it gathers over the smaller mesh of `reshard_after_forward=N`."""
+        return self.kind is Kind.GATHER and any(buffer.kind == "kept" for buffer in self.reads)
 
     def __str__(self) -> str:
-        parts = [f"{self.kind.value} {self.unit}", f"on {self.stream.value}"]
+        parts = [f"{self.kind} {self.unit}", f"on {self.stream}"]
         for title, buffers in (("reads", self.reads), ("writes", self.writes), ("takes", self.takes)):
             if buffers:
                 parts.append(f"{title} {', '.join(buffer.kind for buffer in buffers)}")
@@ -112,4 +125,4 @@ COLLECTIVES = frozenset([Kind.GATHER, Kind.REDUCE, Kind.ALL_REDUCE])
 
 def collectives(operations: Iterable[Operation]) -> list[tuple[str, int]]:
     """The collectives of operations, in order: these must be the same on all ranks."""
-    return [(each.kind.value, each.unit) for each in operations if each.kind in COLLECTIVES]
+    return [(each.kind, each.unit) for each in operations if each.kind in COLLECTIVES]

@@ -6,6 +6,7 @@ registered, and those inside others during these.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,23 +32,22 @@ class Plan:
         return sum(each.moves for each in self.operations)
 
     def __str__(self) -> str:
-        names = [unit.name for unit in self.spec.units]
-        width = max((len(name) for name in names), default=4)
-        lines = [f"{'stream':10}  {'what':10}  {'group':{width}}  {'bytes sent':>12}  remarks"]
-        for each in self.operations:
-            if each.kind is Kind.USE:
-                continue
-            name = names[each.unit] if each.unit >= 0 else ""
-            remarks = [each.why] if each.why == "prefetch" else []
-            remarks += ["after " + _mark(mark.what, mark.unit, names) for mark in each.waits if self.spec.streams]
-            sent = f"{each.moves:,}" if each.moves else ""
-            line = f"{each.stream.value:10}  {each.kind.value:10}  {name:{width}}  {sent:>12}  {', '.join(remarks)}"
-            lines.append(line.rstrip())
-        return "\n".join(lines)
+        return "\n".join(line for _, line in lines_of(self.operations, self.spec))
 
 
-def _mark(what: str, unit: int, names: list[str]) -> str:
-    return what if unit < 0 else f"{what} {names[unit]}"
+def lines_of(operations: Iterable[Operation], spec: Spec) -> Iterator[tuple[Operation | None, str]]:
+    """The operations that a reader wants to see, each with a line of text; before them the line of titles."""
+    names = [unit.name for unit in spec.units]
+    width = max((len(name) for name in names), default=5)
+    yield None, f"{'stream':10}  {'what':10}  {'group':{width}}  {'bytes sent':>12}  remarks"
+    for each in operations:
+        if each.kind is Kind.USE:
+            continue
+        name = names[each.unit] if each.unit >= 0 else ""
+        remarks = [each.why] if each.why == "prefetch" else []
+        remarks += [f"after {what} {names[u] if u >= 0 else ''}".rstrip() for what, u in each.waits if spec.streams]
+        sent = f"{each.moves:,}" if each.moves else ""
+        yield each, f"{each.stream:10}  {each.kind:10}  {name:{width}}  {sent:>12}  {', '.join(remarks)}".rstrip()
 
 
 def plan_steps(spec: Spec, steps: int = 1, *, events: Events | None = None, micro_batches: int = 1) -> Plan:
@@ -157,4 +157,4 @@ class _Expected:
         return trained
 
 
-__all__ = ["Events", "Plan", "Run", "expected", "one_after_the_other", "plan_steps"]
+__all__ = ["Events", "Plan", "Run", "expected", "lines_of", "one_after_the_other", "plan_steps"]

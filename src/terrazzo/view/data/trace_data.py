@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from terrazzo.errors import ViewError
-from terrazzo.fsdp import Collective, Done, Timeline
+from terrazzo.fsdp import Collective, Operation, Timeline
 
 LANES: Final = ("compute", "waits", "gathers", "reductions", "collectives", "other")
 OVERLAPPING: Final = frozenset({"gathers", "reductions", "collectives"})
@@ -54,42 +54,42 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
         raise ViewError(f"{os.fspath(path)} is not a trace: {error}") from error
     if found is None:
         raise ViewError(f"{os.fspath(path)} has no timeline: save a trace with `terrazzo.fsdp.trace`")
-    for each in found.operations:
-        if not all(0 <= group < len(found.groups) for group in each.groups):
-            raise ViewError(f"{os.fspath(path)}: an operation names a group that is not there")
+    units, groups = len(found.units), len(found.groups)
+    if any(each.unit >= units for each in found.operations) or any(not 0 <= g < groups for u in found.units for g in u):
+        raise ViewError(f"{os.fspath(path)}: an operation names a group that is not there")
     return found
 
 
 def spans_of(timeline: Timeline) -> list[Span]:
     """The bars of the timeline.
 
-    >>> from terrazzo.fsdp import Done, Timeline
+    >>> from terrazzo.fsdp import Operation, Timeline
     >>> times = {"gather": (0.0, 1.0), "copy out": (3.0, 4.0), "use": (4.0, 4.0), "free": (6.0, 7.0)}
-    >>> done = [Done(kind, (0,), "compute", 0, *when, False, 8, 8) for kind, when in times.items()]
-    >>> found = spans_of(Timeline(0, 2, 0.0, False, ["w"], ["dp"], [""], 8, 16, operations=done))
+    >>> ran = [Operation(kind, 0, begin=begin, end=end) for kind, (begin, end) in times.items()]
+    >>> found = spans_of(Timeline(0, 2, 0.0, False, ["w"], [(0,)], ["dp"], [""], 8, 16, operations=ran))
     >>> [(span.lane, span.begin, span.end) for span in found]
     [('gathers', 0.0, 4.0), ('waits', 3.0, 4.0), ('compute', 4.0, 6.0), ('other', 6.0, 7.0)]
     """
     found = []
     operations = timeline.operations
     ends = _ends(operations)
-    used: Done | None = None
+    used: Operation | None = None
     for number, each in enumerate(operations):
-        names = _names(timeline, each)
+        names = timeline.names_of(each)
         if each.kind == "use" and timeline.planned:
             found.append(Span("compute", "compute", names, each.begin, each.end, 0, each.backward))
         elif each.kind in _LANE:
             end = max(each.end, ends.get(number, each.end))
-            found.append(Span(_LANE[each.kind], each.kind, names, each.begin, end, each.bytes, each.backward))
+            found.append(Span(_LANE[each.kind], each.kind, names, each.begin, end, each.moves, each.backward))
         elif each.kind not in _SILENT:
             lane = "waits" if each.kind in _WAITS else "other"
-            found.append(Span(lane, each.kind, names, each.begin, each.end, each.bytes, each.backward))
+            found.append(Span(lane, each.kind, names, each.begin, each.end, each.moves, each.backward))
         used = each if each.kind == "use" else used
         if used is not None and not timeline.planned and number + 1 < len(operations):
             gap = operations[number + 1].begin
             backward = operations[number + 1].backward
             for begin, end in _without_collectives(each.end, gap, timeline.collectives):
-                found.append(Span("compute", "compute", _names(timeline, used), begin, end, 0, backward))
+                found.append(Span("compute", "compute", timeline.names_of(used), begin, end, 0, backward))
     for one, names in _with_modules(timeline):
         what, over = _kind(one), f"{names} over {one.axis}" if names else f"over {one.axis}"
         found.append(Span("collectives", what, over, one.begin, one.end, one.nbytes, one.backward))
@@ -115,41 +115,36 @@ def _with_modules(timeline: Timeline) -> Iterator[tuple[Collective, str]]:
     for one in timeline.collectives:
         while number < len(uses) and uses[number].begin <= one.begin:
             number += 1
-        yield one, _names(timeline, uses[number - 1]) if number else ""
+        yield one, timeline.names_of(uses[number - 1]) if number else ""
 
 
 def _kind(collective: Collective) -> str:
     return collective.kind.replace("_", "-")
 
 
-def _ends(operations: Sequence[Done]) -> dict[int, float]:
+def _ends(operations: Sequence[Operation]) -> dict[int, float]:
     """By the number of an operation that starts a gather or a reduction: when that has ended."""
-    waiting: dict[tuple[str, int], int] = {}  # by the kind of operation that ends it, and the group
+    waiting: dict[tuple[str, int], int] = {}  # by the kind of operation that ends it, and the unit
     found: dict[int, float] = {}
     for number, each in enumerate(operations):
-        for group in each.groups:
-            begun = waiting.pop((each.kind, group), None)
-            if begun is not None:
-                found[begun] = max(found.get(begun, 0.0), each.end)
-            for kind in _ENDS.get(each.kind, ()):
-                waiting[kind, group] = number
+        begun = waiting.pop((each.kind, each.unit), None)
+        if begun is not None:
+            found[begun] = max(found.get(begun, 0.0), each.end)
+        for kind in _ENDS.get(each.kind, ()):
+            waiting[kind, each.unit] = number
     return found
-
-
-def _names(timeline: Timeline, done: Done) -> str:
-    return ", ".join(timeline.groups[group] for group in done.groups)
 
 
 def moved_bytes(timeline: Timeline) -> dict[tuple[str, str, str], int]:
     """Bytes that a rank sends: by group (groups that share a message are one), mesh dims and kind."""
     found: Counter[tuple[str, str, str]] = Counter()
     for each in timeline.operations:
-        if each.bytes:
-            first = each.groups[0]
+        if each.moves:
+            first = timeline.groups_of(each)[0]
             over = timeline.replicas[first] if each.kind == "all-reduce" else timeline.shards[first]
-            if each.inner:
+            if each.is_inner:
                 over += ", neighbours"
-            found[_names(timeline, each), over, each.kind] += each.bytes
+            found[timeline.names_of(each), over, each.kind] += each.moves
     for one, names in _with_modules(timeline):
         if one.nbytes:
             found[names or "outside of modules", one.axis, _kind(one)] += one.nbytes
