@@ -6,7 +6,7 @@ import collections
 import io
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrazzo.checkpoint.formats.strided import Strided, read_box
+from terrazzo.checkpoint.formats.table import Asked, StoredBox, chunk_at, file_at, read_rows
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive, replace_tensors
 from terrazzo.checkpoint.formats.torch_writing import PendingTensor, write_archive
 from terrazzo.checkpoint.formats.zip_reading import Window
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.checkpoint.stores.base import Upload
+from terrazzo.checkpoint.stores.memory import MemoryStore
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, UnsafePickleError
 from terrazzo.layout.box import Box
 
@@ -47,8 +48,8 @@ DTYPES = [
 
 
 def opened(path: Path, start: int = 0, length: int | None = None) -> Archive:
-    file = LocalStore(path.parent).open(path.name)
-    return open_archive(Window(file, start, file.size if length is None else length, path.name))
+    store = LocalStore(path.parent)
+    return open_archive(Window(store, file_at(store, path.name), start, length))
 
 
 def assert_same(actual: Any, expected: Any) -> None:
@@ -122,17 +123,14 @@ def test_tensors_of_a_gpu_are_read_on_the_cpu(zipped: bool, tmp_path: Path, monk
 # ------------------------------------------------------------------ boxes
 
 
-class Recording:
-    """Bytes in memory, and which of them were read."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.read = 0
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        assert 0 <= offset and offset + len(buffer) <= len(self.data)
-        self.read += len(buffer)
-        buffer[:] = self.data[offset : offset + len(buffer)]
+def read_from(data: bytes, stored: torch.Tensor, start: int, box: Box, target: torch.Tensor) -> int:
+    """Fill `target` with a box of a tensor like `stored`, whose bytes are in a file; how many bytes were read."""
+    store = MemoryStore()
+    store.put("file", data)
+    shape, strides = tuple(stored.shape), stored.stride()
+    chunk = chunk_at("x", file_at(store, "file"), start, stored.dtype, shape, strides)
+    rows = [StoredBox(Box.whole(shape), store, chunk)]
+    return read_rows([Asked("x", box, rows)], lambda number: target).nbytes
 
 
 @st.composite
@@ -155,11 +153,10 @@ def test_a_box_is_what_slicing_gives(
     inverse = sorted(range(len(order)), key=lambda i: order[i])
     tensor = whole.contiguous().permute(inverse)  # the same values as before, in permuted memory
     data = bytes(start) + bytes(bytes_of(tensor.permute(order)))
-    stored = Strided(start, torch.int32, tuple(tensor.shape), tensor.stride())
     target = torch.full(box.lengths, -1, dtype=dtype)
     if spread and target.dim():
         target = torch.full((*box.lengths[:-1], box.lengths[-1] * 2), -1, dtype=dtype)[..., ::2]
-    read_box(Recording(data), stored, box, target)
+    read_from(data, tensor, start, box, target)
     assert torch.equal(target, tensor[box.slices()].to(dtype))
 
 
@@ -174,11 +171,22 @@ def test_a_box_is_what_slicing_gives(
 )
 def test_little_more_than_the_box_is_read(shape: Sequence[int], box: Box, bound: float) -> None:
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(tuple(shape))
-    source = Recording(bytes(bytes_of(whole)))
     target = torch.empty(box.lengths, dtype=torch.int32)
-    read_box(source, Strided.contiguous(0, torch.int32, tuple(shape)), box, target)
+    read = read_from(bytes(bytes_of(whole)), whole, 0, box, target)
     assert torch.equal(target, whole[box.slices()])
-    assert source.read <= bound * target.nbytes
+    assert read <= bound * target.nbytes
+
+
+@pytest.mark.parametrize(
+    "view", [lambda t: t[::3, 1::2], lambda t: t[:, :1].expand(8, 5), lambda t: t[:6].unfold(0, 4, 1)]
+)
+def test_views_of_any_strides_are_read(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    whole = torch.arange(120, dtype=torch.int32).reshape(8, 15)
+    stored = view(whole)
+    for box in (Box.whole(stored.shape), Box((1,) * stored.dim(), tuple(n - 1 for n in stored.shape))):
+        target = torch.full(box.lengths, -1, dtype=torch.int32)
+        read_from(bytes(bytes_of(whole)), stored, 4 * stored.storage_offset(), box, target)
+        assert torch.equal(target, stored[box.slices()])
 
 
 # ------------------------------------------------------------------ what is not read
@@ -321,7 +329,7 @@ def test_more_than_four_gibibytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert isinstance(stored, StoredTensor) and stored.shape == (count,)
     assert torch.equal(archive.tensor(archive.value["tail"]), tail)
     part = torch.ones(10, dtype=torch.uint8)
-    archive.read_box(stored, Box((count - 10,), (10,)), part)
+    read_rows([Asked("big", Box((count - 10,), (10,)), [archive.row(stored)])], lambda number: part)
     assert not part.any()
 
 

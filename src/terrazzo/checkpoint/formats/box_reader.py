@@ -13,7 +13,7 @@ from terrazzo.checkpoint.native.items import target_of
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.plain_reader import PlainReader
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
-from terrazzo.checkpoint.stores import Place
+from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import CheckpointFormatError
 from terrazzo.layout.box import Box
 
@@ -29,7 +29,7 @@ class BoxReader(PlainReader):
 
     plans_alone = True
 
-    def __init__(self, path: str | os.PathLike[str] | Place) -> None:
+    def __init__(self, path: str | os.PathLike[str] | Place | Store) -> None:
         self.place = path if isinstance(path, Place) else Place(path)
         self.bytes_read = 0
 

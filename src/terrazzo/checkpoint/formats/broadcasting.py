@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveFile
+from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
 from terrazzo.checkpoint.metadata import (
     STATE_DICT_TYPE,
     BytesStorageMetadata,
@@ -58,7 +58,7 @@ class BroadcastingTorchSaveReader(PlainReader):
     def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, coordinator_rank: int = 0) -> None:
         self.checkpoint_id = checkpoint_id
         self.coordinator_rank = coordinator_rank
-        self._file: TorchSaveFile | None = None
+        self._file: TorchSaveReader | None = None
         self._metadata = Metadata({})
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -67,7 +67,7 @@ class BroadcastingTorchSaveReader(PlainReader):
         self._file = None
 
     def read_metadata(self) -> Metadata:
-        self._metadata = self._from_coordinator(lambda: self._open().metadata)
+        self._metadata = self._from_coordinator(lambda: self._open().read_metadata())
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
@@ -94,11 +94,11 @@ class BroadcastingTorchSaveReader(PlainReader):
 
     # -------------------------------------------------------------- on the coordinator
 
-    def _open(self) -> TorchSaveFile:
+    def _open(self) -> TorchSaveReader:
         if self.checkpoint_id is None:
             raise CheckpointError("the reader needs a file: pass checkpoint_id to the reader or to load")
         if self._file is None:
-            self._file = TorchSaveFile(Place(self.checkpoint_id))
+            self._file = TorchSaveReader(self.checkpoint_id)
         return self._file
 
     # -------------------------------------------------------------- on every rank

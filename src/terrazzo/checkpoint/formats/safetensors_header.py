@@ -9,8 +9,9 @@ from typing import Any, Final
 
 import torch
 
-from terrazzo.checkpoint.formats.strided import Strided
+from terrazzo.checkpoint.formats.table import chunk_at
 from terrazzo.checkpoint.formats.zip_reading import Window
+from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 
 _DTYPES: Final = {
@@ -43,7 +44,7 @@ class Header:
     """The tensors in a window of a file."""
 
     window: Window
-    tensors: dict[str, Strided]
+    tensors: dict[str, StoredChunk]
     metadata: dict[str, str]
 
 
@@ -64,13 +65,13 @@ def read_header(window: Window) -> Header:
             raise ValueError(f"__metadata__ is a {type(metadata).__name__}, not texts by name")
         for name in entries:
             name.encode()  # raises if it is no text
-        tensors = {name: _tensor(entry, 8 + length, window.length) for name, entry in entries.items()}
+        tensors = {name: _tensor(name, entry, 8 + length, window) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"{window.where}: a damaged safetensors header ({error})") from error
     return Header(window, tensors, metadata)
 
 
-def _tensor(entry: dict[str, Any], data: int, limit: int) -> Strided:
+def _tensor(name: str, entry: dict[str, Any], data: int, window: Window) -> StoredChunk:
     dtype = _DTYPES.get(entry["dtype"])
     if dtype is None:
         raise CheckpointFormatError(f"a tensor of the unknown type {entry['dtype']}")
@@ -78,6 +79,6 @@ def _tensor(entry: dict[str, Any], data: int, limit: int) -> Strided:
     shape = tuple(entry["shape"])
     if not all(type(number) is int and number >= 0 for number in (first, last, *shape)):
         raise ValueError(f"a tensor of shape {shape} in the bytes {first} to {last}")
-    if last - first != prod(shape) * dtype.itemsize or not 0 <= first <= last <= limit - data:
+    if last - first != prod(shape) * dtype.itemsize or not 0 <= first <= last <= window.length - data:
         raise ValueError(f"a tensor of shape {shape} in the bytes {first} to {last}")
-    return Strided.contiguous(data + first, dtype, shape)
+    return chunk_at(name, window.file, window.start + data + first, dtype, shape)

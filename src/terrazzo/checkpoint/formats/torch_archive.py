@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import copy
 import io
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 from typing import Any, Final
 
+import msgspec
 import torch
 
 from terrazzo.checkpoint.formats import unpickle
 from terrazzo.checkpoint.formats.stand_ins import Call
-from terrazzo.checkpoint.formats.strided import Strided, read_box
+from terrazzo.checkpoint.formats.table import StoredBox, chunk_at, read_chunk
 from terrazzo.checkpoint.formats.zip_reading import Window, ZipDirectory
-from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, UnsafePickleError
 from terrazzo.layout.box import Box
 
@@ -70,65 +70,49 @@ class Archive:
 
     Attributes:
         value: what was saved, with a `StoredTensor` for each tensor.
+        where: what it was read from, for messages.
     """
 
-    def __init__(
-        self,
-        window: Window,
-        value: Any,
-        extent: Callable[[str], tuple[int, int]],
-        check: Callable[[str, int], None] | None,
-    ) -> None:
+    def __init__(self, window: Window, value: Any, extent: Callable[[str], tuple[int, int, int]]) -> None:
         self.value = value
-        self._window = window
+        self.where = window.where
+        self._store, self._file, self._start = window.store, window.file, window.start
         self._extent = extent
-        self._check = check
 
-    def read_box(self, tensor: StoredTensor, box: Box, target: torch.Tensor) -> None:
-        """Fill `target` with a box of a tensor; the checksum is compared where all of a storage is read as it is."""
-        stored, nbytes = self._located(tensor)
-        whole = Box.whole(tensor.shape)
-        read_box(self._window, stored, box, target)
-        plain = target.device.type == "cpu" and target.dtype == tensor.dtype and target.is_contiguous()
-        if self._check is not None and plain and box == whole and stored.is_run(box):
-            if tensor.offset == 0 and target.nbytes == nbytes:
-                self._check(tensor.storage.key, zlib.crc32(bytes_of(target)))
+    def located(self, tensor: StoredTensor, name: str = "a tensor") -> StoredChunk:
+        """Where a tensor lies in the file. All of a storage has a checksum in the zip form.
 
-    def check_size(self, tensor: StoredTensor) -> None:
-        """Raise unless the file has the bytes of a tensor, and it is not much larger than they are.
-
-        An expanded tensor may be of any size, with strides of 0; one that is read all at once would need that memory.
+        An expanded tensor may be of any size, with strides of 0; raises if it is beyond all measure.
         """
-        _, nbytes = self._located(tensor)
-        if prod(tensor.shape) * tensor.dtype.itemsize > nbytes + _EXPANDED:
+        start, nbytes, crc = self._extent(tensor.storage.key)
+        at = tensor.storage.start + tensor.offset * tensor.dtype.itemsize
+        file, first, strides = self._file, self._start + start + at, tensor.strides
+        chunk = chunk_at(name, file, first, tensor.dtype, tensor.shape, strides, crc)
+        if chunk.nbytes and at + chunk.nbytes > nbytes:
             raise CheckpointCorruptError(
-                f"{self._window.where}: a tensor of shape {tensor.shape} is much larger than the storage that holds it"
+                f"{self.where}: a tensor of shape {tensor.shape} is larger than the storage that holds it"
             )
-
-    def _located(self, tensor: StoredTensor) -> tuple[Strided, int]:
-        """Where a tensor lies in the file, and the bytes of its storage from its beginning on."""
-        start, nbytes = self._extent(tensor.storage.key)
-        itemsize = tensor.dtype.itemsize
-        start += tensor.storage.start
-        nbytes -= tensor.storage.start
-        stored = Strided(start + tensor.offset * itemsize, tensor.dtype, tensor.shape, tensor.strides)
-        whole = Box.whole(tensor.shape)
-        if not whole.is_empty and (tensor.offset + stored.span(whole)) * itemsize > nbytes:
+        if prod(tensor.shape) * tensor.dtype.itemsize > nbytes * _REPEATED + _EXPANDED:
             raise CheckpointCorruptError(
-                f"{self._window.where}: a tensor of shape {tensor.shape} is larger than the storage that holds it"
-            )
-        if whole.numel * itemsize > nbytes * _REPEATED + _EXPANDED:
-            raise CheckpointCorruptError(
-                f"{self._window.where}: a tensor of shape {tensor.shape} repeats the {nbytes} bytes of its storage "
+                f"{self.where}: a tensor of shape {tensor.shape} repeats the {nbytes} bytes of its storage "
                 f"more than {_REPEATED} times"
             )
-        return stored, nbytes
+        return chunk if chunk.nbytes == nbytes else msgspec.structs.replace(chunk, crc=0)
+
+    def row(self, tensor: StoredTensor, name: str = "a tensor", box: Box | None = None) -> StoredBox:
+        """A tensor as all of one, or as this box of one."""
+        box = Box.whole(tensor.shape) if box is None else box
+        return StoredBox(box, self._store, lambda: self.located(tensor, name))
 
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
-        """All of a tensor."""
-        self.check_size(stored)  # before memory is asked for
+        """All of a tensor, which must not be much larger than the bytes that the file has of it."""
+        chunk = self.located(stored)  # before memory is asked for
+        if prod(stored.shape) * stored.dtype.itemsize > chunk.nbytes + _EXPANDED:
+            raise CheckpointCorruptError(
+                f"{self.where}: a tensor of shape {stored.shape} is much larger than the storage that holds it"
+            )
         result = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-        self.read_box(stored, Box.whole(stored.shape), result)
+        read_chunk(self._store, chunk, result)
         return torch.nn.Parameter(result, stored.requires_grad) if stored.is_parameter else result
 
     def materialised(self) -> Any:
@@ -179,16 +163,17 @@ def _open_zip(window: Window, names: unpickle.Names) -> Archive:
     if "byteorder" in directory.records and directory.read("byteorder") != b"little":
         raise CheckpointFormatError(f"{window.where}: written on a big-endian machine")
 
-    def extent(key: str) -> tuple[int, int]:
+    def extent(key: str) -> tuple[int, int, int]:
         name = f"data/{key}"
-        if name not in directory.records:
+        record = directory.records.get(name)
+        if record is None:
             raise CheckpointCorruptError(f"{window.where}: the storage {key!r} is missing from the archive")
-        return directory.start_of(name), directory.records[name].size
+        return directory.start_of(name), record.size, record.crc
 
     value = unpickle.load_tree(
         io.BytesIO(directory.read("data.pkl")), window.where, names=names, persistent=_storage_from_id
     )
-    return Archive(window, value, extent, lambda key, crc: directory.check(f"data/{key}", crc))
+    return Archive(window, value, extent)
 
 
 def _storage_from_id(pid: Any) -> Storage:
@@ -234,20 +219,20 @@ def _open_legacy(window: Window, names: unpickle.Names) -> Archive:
     keys = unpickle.load(stream, window.where)
     if type(keys) is not list or not all(type(key) is str for key in keys):
         raise CheckpointCorruptError(f"{window.where}: the list of storages is not a list of names")
-    extents: dict[str, tuple[int, int]] = {}
+    extents: dict[str, tuple[int, int, int]] = {}
     position = stream.tell()
     for key in keys:
         numel = int.from_bytes(window.read(position, 8), "little", signed=True)
         nbytes = numel * itemsizes.get(str(key), 1)
-        extents[str(key)] = (position + 8, nbytes)
+        extents[str(key)] = (position + 8, nbytes, 0)
         position += 8 + nbytes
 
-    def extent(key: str) -> tuple[int, int]:
+    def extent(key: str) -> tuple[int, int, int]:
         if key not in extents:
             raise CheckpointCorruptError(f"{window.where}: the storage {key!r} is missing from the file")
         return extents[key]
 
-    return Archive(window, value, extent, None)
+    return Archive(window, value, extent)
 
 
 class _WindowStream(io.RawIOBase):
@@ -271,7 +256,7 @@ class _WindowStream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         count = min(len(buffer), self._window.length - self._position)
         if count > 0:
-            self._window.read_into(self._position, memoryview(buffer)[:count])
+            memoryview(buffer)[:count] = self._window.read(self._position, count)
             self._position += count
         return max(count, 0)
 

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Final
 import torch
 
 from terrazzo._torch.saving import rebuild_parameter, rebuild_tensor, rebuild_typed
-from terrazzo.checkpoint.formats.strided import Strided
 from terrazzo.checkpoint.formats.zip_writing import ZipWriter
 from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.spans import strides_of
 from terrazzo.checkpoint.stores.base import Upload
 
 # dtypes that have a storage class of their own; PyTorch writes the others as untyped storages.
@@ -129,7 +129,7 @@ class _Pickler(pickle._Pickler):  # the one in Python: that in C names only clas
     ) -> Any:
         key = str(len(self.tensors))
         self.tensors.append(tensor)
-        strides = Strided.contiguous(0, dtype, shape).strides
+        strides = strides_of(shape)
         kind = _STORAGES.get(dtype)
         if kind is not None:
             storage = _StorageId(kind, key, prod(shape))

@@ -11,8 +11,9 @@ import zlib
 from dataclasses import dataclass
 from typing import Final
 
-from terrazzo.checkpoint.stores.base import ReadFile
-from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
+from terrazzo.checkpoint.native.root import FileEntry
+from terrazzo.checkpoint.stores.base import Request, Store
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 
 _END: Final = struct.Struct("<4s4H2LH")
 _END64: Final = struct.Struct("<4sQ2H2L4Q")
@@ -35,37 +36,37 @@ class Record:
 class Window:
     """A part of a file. A small one is read as a whole, instead of by many small reads."""
 
-    def __init__(self, file: ReadFile, start: int, length: int, where: str) -> None:
+    def __init__(
+        self, store: Store, file: FileEntry, start: int = 0, length: int | None = None, what: str | None = None
+    ) -> None:
+        self.where = f"{store.location}/{file.name}" + (f", {what}" if what else "")
+        length = file.size - start if length is None else length
         if start < 0 or length < 0 or start + length > file.size:
             raise CheckpointCorruptError(
-                f"{where}: bytes {start} to {start + length} are needed, but the file has only {file.size}"
+                f"{self.where}: bytes {start} to {start + length} are needed, but the file has only {file.size}"
             )
+        self.store = store
         self.file = file
         self.start = start
         self.length = length
-        self.where = where
         self._whole = self._read(0, length) if length <= _WHOLE else None
 
     def read(self, offset: int, length: int) -> bytes:
         """Bytes of the window."""
         if offset < 0 or length < 0 or offset + length > self.length:
             raise CheckpointCorruptError(f"{self.where}: the archive refers to bytes outside of itself")
-        if self._whole is not None:
-            return self._whole[offset : offset + length]
-        return self._read(offset, length)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from the window."""
-        if self._whole is not None:
-            buffer[:] = self.read(offset, len(buffer))
-        elif offset < 0 or offset + len(buffer) > self.length:
-            raise CheckpointCorruptError(f"{self.where}: the archive refers to bytes outside of itself")
-        else:
-            self.file.read_into(self.start + offset, [buffer])
+        return self._read(offset, length) if self._whole is None else self._whole[offset : offset + length]
 
     def _read(self, offset: int, length: int) -> bytes:
         data = bytearray(length)
-        self.file.read_into(self.start + offset, [memoryview(data)])
+        request = Request(self.file.name, self.start + offset, [memoryview(data)])
+        try:
+            for _ in self.store.read([request], in_flight_bytes=0):
+                pass
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{self.where}: the file is missing") from error
+        except EOFError as error:
+            raise CheckpointCorruptError(f"{self.where}: cut off ({error})") from error
         return bytes(data)
 
 
@@ -102,17 +103,11 @@ class ZipDirectory:
                 f"{self._window.where}: a zip archive, but not of torch.save: it has no {name!r}"
             )
         data = self._window.read(self.start_of(name), record.size)
-        self.check(name, zlib.crc32(data))
-        return data
-
-    def check(self, name: str, crc: int) -> None:
-        """Compare the CRC-32 of a record's contents with the stored one."""
-        expected = self.records[name].crc
-        if expected and crc != expected:
+        if record.crc and zlib.crc32(data) != record.crc:
             raise CheckpointCorruptError(
-                f"{self._window.where}: the bytes of the record {name!r} are not the bytes that were written "
-                f"(CRC-32 {crc:08x}, expected {expected:08x})"
+                f"{self._window.where}: the bytes of the record {name!r} are not the bytes that were written (CRC-32)"
             )
+        return data
 
     def _read_directory(self) -> dict[str, Record]:
         count, size, offset = self._find_directory()

@@ -7,6 +7,7 @@ checksums while it is in the cache, and copied to where it belongs.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final
@@ -41,6 +42,7 @@ class Filling(msgspec.Struct, eq=False):
     key: Any  # what the caller attached
     left: int = 1
     in_place: bool = False  # bytes are read into its memory, of which PyTorch does not know
+    chunk: StoredChunk | None = None  # if it gets all bytes of a chunk whose CRC-32 is known
 
 
 class _Run(msgspec.Struct, eq=False):
@@ -123,6 +125,8 @@ class Requests:
                 filling.left -= 1
                 if filling.left == 0:
                     full.append(filling)
+                    if filling.chunk is not None:
+                        self._check_crc(filling.chunk, filling.target)
             if targets:
                 torch._foreach_copy_(targets, staged)
             if batch.buffer is not None:
@@ -175,6 +179,8 @@ class Requests:
             ):
                 memory = bytes_of(target)
                 filling.in_place = True
+                if chunk.crc and want.part is None and first.high - first.low == chunk.nbytes:
+                    filling.chunk = chunk
                 if first.high - first.low <= self._step:
                     yield _Run(file, chunk.start + first.low, len(memory), chunk, first.low, filling, memory)
                 else:
@@ -231,14 +237,22 @@ class Requests:
     def _spans_of(
         self, chunk: StoredChunk, offsets: Sequence[int], lengths: Sequence[int], block: int = 0
     ) -> list[Span]:
-        key = (offsets, lengths, chunk.shape, chunk.dtype, chunk.block, block)
+        key = (offsets, lengths, chunk.shape, chunk.strides, chunk.dtype, chunk.block, block)
         found = self._spans.get(key)
         if found is None:
             bounded, block = bool(block), block or (chunk.block if self._verify else 1)
             limit = max(self._staged_limit, _WINDOW)
             itemsize, box = chunk.itemsize, Box(tuple(offsets), tuple(lengths))
             found = spans(
-                box, chunk.shape, chunk.nbytes, itemsize, block=block, gap=self._gap, limit=limit, bounded=bounded
+                box,
+                chunk.shape,
+                chunk.nbytes,
+                itemsize,
+                block=block,
+                gap=self._gap,
+                limit=limit,
+                bounded=bounded,
+                strides=chunk.strides,
             )
             self._spans[key] = found
         return found
@@ -357,6 +371,14 @@ class Requests:
             f"{chunk.name!r}: bytes {begin} to {begin + nbytes} of {self._store.location}/{run.file.name} are not what "
             f"was saved; the checkpoint is damaged (terrazzo verify lists all damage)"
         )
+
+    def _check_crc(self, chunk: StoredChunk, data: torch.Tensor) -> None:
+        crc = zlib.crc32(bytes_of(data))
+        if crc != chunk.crc:
+            raise CheckpointCorruptError(
+                f"{self._store.location}/{chunk.file.name}: the bytes of {chunk.name!r} are not the bytes that were "
+                f"written (CRC-32 {crc:08x}, expected {chunk.crc:08x})"
+            )
 
 
 def _ends_of_blocks(run: _Run, chunk: StoredChunk) -> Iterable[int]:

@@ -38,6 +38,8 @@ class StoredChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     codec: int = 0
     frames: Any = None  # with a codec: an array of the stored bytes of each block, from `first_frame` on
     first_frame: int = 0
+    strides: tuple[int, ...] | None = None  # of other formats' tensors, in elements; None: row-major
+    crc: int = 0  # the CRC-32 of all bytes, of formats that have that; 0: unknown
 
     @property
     def itemsize(self) -> int:
@@ -82,6 +84,7 @@ def spans(
     gap: int,
     limit: int,
     bounded: bool = False,
+    strides: tuple[int, ...] | None = None,
 ) -> list[Span]:
     """A box of a chunk as what has to be read.
 
@@ -93,18 +96,19 @@ def spans(
     >>> [(span.low, span.high) for span in spans(Box((0, 0), (2, 1)), (2, 100), 800, 4, block=8, gap=500, limit=1000)]
     [(0, 408)]
     """
-    whole = _span(box, box, shape, nbytes, itemsize, block)
+    strides = strides_of(shape) if strides is None else strides
+    whole = _span(box, box, strides, nbytes, itemsize, block)
     if whole.in_one_run and not bounded:
         return [whole]
     found = []
-    for part in _rows_apart(box, shape, itemsize, gap + 2 * (block - 1)):
-        for window in windows(part, shape, max(limit // itemsize, 1)):
-            found.append(_span(window, box, shape, nbytes, itemsize, block))
+    for part in _rows_apart(box, strides, itemsize, gap + 2 * (block - 1)):
+        for window in windows(part, strides, max(limit // itemsize, 1)):
+            found.append(_span(window, box, strides, nbytes, itemsize, block))
     return found
 
 
-def _span(box: Box, asked: Box, shape: tuple[int, ...], nbytes: int, itemsize: int, block: int) -> Span:
-    geometry = box_in_chunk(box, shape)
+def _span(box: Box, asked: Box, strides: tuple[int, ...], nbytes: int, itemsize: int, block: int) -> Span:
+    geometry = box_in_chunk(box, strides)
     start, stop = geometry.start * itemsize, geometry.stop * itemsize
     low, high = start - start % block, min(-(-stop // block) * block, nbytes)
     return Span(
@@ -112,17 +116,23 @@ def _span(box: Box, asked: Box, shape: tuple[int, ...], nbytes: int, itemsize: i
     )
 
 
-def _rows_apart(box: Box, shape: tuple[int, ...], itemsize: int, gap: int) -> list[Box]:
+def _rows_apart(box: Box, strides: tuple[int, ...], itemsize: int, gap: int) -> list[Box]:
     """The box, or its rows along the first dims if more than `gap` bytes lie between them."""
-    dim = next((d for d, length in enumerate(box.lengths) if length > 1), None)
+    dim = _outermost(box, strides)
     if dim is None:
         return [box]
     row = box.split(dim, [1, box.lengths[dim] - 1])[0]
-    place = box_in_chunk(row, shape)
+    place = box_in_chunk(row, strides)
     between = (place.strides[dim] - (place.stop - place.start)) * itemsize
     if between <= gap:
         return [box]
-    return [part for each in box.split(dim, [1] * box.lengths[dim]) for part in _rows_apart(each, shape, itemsize, gap)]
+    rows = box.split(dim, [1] * box.lengths[dim])
+    return [part for each in rows for part in _rows_apart(each, strides, itemsize, gap)]
+
+
+def _outermost(box: Box, strides: Sequence[int]) -> int | None:
+    """The dim along which the elements of a box are farthest apart: of a row-major chunk, the first one."""
+    return max((d for d, length in enumerate(box.lengths) if length > 1), key=strides.__getitem__, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +146,26 @@ class BoxInChunk:
     one_run: bool  # every element from `start` to `stop` belongs to the box
 
 
-def box_in_chunk(box: Box, shape: Sequence[int]) -> BoxInChunk:
-    """Where a box that is not empty lies in a chunk of this shape.
+def box_in_chunk(box: Box, strides: tuple[int, ...]) -> BoxInChunk:
+    """Where a box that is not empty lies in a chunk with these strides.
 
-    >>> box_in_chunk(Box((1, 0), (2, 3)), (4, 3))
+    >>> box_in_chunk(Box((1, 0), (2, 3)), (3, 1))
     BoxInChunk(start=3, stop=9, lengths=(2, 3), strides=(3, 1), one_run=True)
     """
-    strides = strides_of(shape)
     start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     last = sum((length - 1) * stride for length, stride in zip(box.lengths, strides, strict=True))
-    return BoxInChunk(start, start + last + 1, box.lengths, strides, box.numel == last + 1)
+    return BoxInChunk(start, start + last + 1, box.lengths, strides, _is_run(box.lengths, strides))
+
+
+def _is_run(lengths: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements at these strides follow each other in row-major order."""
+    step = 1
+    for length, stride in zip(reversed(lengths), reversed(strides), strict=True):
+        if length != 1:
+            if stride != step:
+                return False
+            step *= length
+    return True
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
@@ -154,26 +174,25 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     step = 1
     for size in reversed(shape):
         strides.append(step)
-        step *= size
+        step *= max(size, 1)
     return tuple(reversed(strides))
 
 
-def windows(box: Box, shape: Sequence[int], limit: int) -> list[Box]:
+def windows(box: Box, strides: tuple[int, ...], limit: int) -> list[Box]:
     """The box in pieces, each of which lies within `limit` elements of the flattened chunk.
 
-    >>> windows(Box((0, 0), (3, 2)), (3, 4), 6)
+    >>> windows(Box((0, 0), (3, 2)), (4, 1), 6)
     [Box(offsets=(0, 0), lengths=(2, 2)), Box(offsets=(2, 0), lengths=(1, 2))]
     """
-    place = box_in_chunk(box, shape)
-    if place.stop - place.start <= limit:
+    place, dim = box_in_chunk(box, strides), _outermost(box, strides)
+    if dim is None or place.stop - place.start <= limit:
         return [box]
-    dim = next(d for d, length in enumerate(box.lengths) if length > 1)
     row = box.split(dim, [1, box.lengths[dim] - 1])[0]
-    row_place = box_in_chunk(row, shape)
+    row_place = box_in_chunk(row, strides)
     room = limit - (row_place.stop - row_place.start)
     if room < 0:
         rows = box.split(dim, [1] * box.lengths[dim])
-        return [window for part in rows for window in windows(part, shape, limit)]
-    step = 1 + room // place.strides[dim]
+        return [window for part in rows for window in windows(part, strides, limit)]
+    step = 1 + room // strides[dim]
     length = box.lengths[dim]
     return list(box.split(dim, [min(step, length - start) for start in range(0, length, step)]))

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from terrazzo.checkpoint.formats.deepspeed.files import OpenFile, entry
-from terrazzo.checkpoint.formats.deepspeed.tensors import WholeTensor
+from terrazzo.checkpoint.formats.deepspeed.tensors import in_file
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
 from terrazzo.errors import CheckpointFormatError
 
@@ -42,7 +42,7 @@ class Contents:
     """Everything in a checkpoint, by flat name.
 
     Attributes:
-        values: a `Readable`, a tensor, or any other value.
+        values: a `FileTensor`, a tensor, or any other value.
         paths: the path of each name in the nested state dict.
     """
 
@@ -74,9 +74,7 @@ class Contents:
         for name, value in file.get("module", dict).items():
             if name in known or name in shared:
                 continue
-            whole = isinstance(value, StoredTensor)
-            plain = WholeTensor(file, value) if whole else replace_tensors(value, file.archive.tensor)
-            self.add(("module", name), plain)
+            self.add(("module", name), in_file(file, value))
 
     def add_rest(self, files: Sequence[OpenFile], renamed: Sequence[Mapping[str, str]] | None = None) -> None:
         """Add everything that is neither the model nor the optimizer; for a pipeline, the joined lists of names.

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from terrazzo.checkpoint.formats.deepspeed.folder import UNFINISHED
 from terrazzo.checkpoint.formats.deepspeed.names import NAMES
+from terrazzo.checkpoint.formats.table import file_at
 from terrazzo.checkpoint.formats.torch_archive import Archive, open_archive
 from terrazzo.checkpoint.formats.zip_reading import Window
-from terrazzo.checkpoint.stores import Place, ReadFile, Store
-from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.checkpoint.stores import Place
+from terrazzo.errors import CheckpointFormatError, CheckpointNotFoundError
 
 Found = TypeVar("Found")
 Kind = TypeVar("Kind")
-Result = TypeVar("Result")
 
 _MODEL: Final = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIM: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
@@ -107,48 +107,12 @@ def _complete(folder: Place, what: str, by_rank: Mapping[int, Found]) -> tuple[F
     return tuple(by_rank[rank] for rank in range(len(by_rank)))
 
 
-class _BrieflyOpen(ReadFile):
-    """A file that is open only while it is read, because a checkpoint may have more files than a process may open."""
-
-    def __init__(self, store: Store, name: str) -> None:
-        self._store = store
-        self._name = name
-        self._kept: ReadFile | None = None  # if the store may have any number of open files
-        self._size = self._using(lambda file: file.size)
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        self._using(lambda file: file.read_into(offset, buffers))
-
-    def close(self) -> None:
-        pass
-
-    def _using(self, work: Callable[[ReadFile], Result]) -> Result:
-        try:
-            file = self._kept or self._store.open(self._name)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(f"{self._store.location}: the file {self._name} is missing") from error
-        try:
-            return work(file)
-        except EOFError as error:
-            raise CheckpointCorruptError(f"{self._store.location}/{self._name}: cut off ({error})") from error
-        finally:
-            if file.holds_handle:
-                file.close()
-            else:
-                self._kept = file
-
-
 class OpenFile:
     """A file of `torch.save` whose pickle has been read, for reading single tensors."""
 
     def __init__(self, folder: Place, name: str) -> None:
-        file = _BrieflyOpen(folder.store, name)
-        self.where = str(folder / name)
-        self.archive: Archive = open_archive(Window(file, 0, file.size, self.where), NAMES)
+        self.archive: Archive = open_archive(Window(folder.store, file_at(folder.store, name)), NAMES)
+        self.where = self.archive.where
 
     @property
     def value(self) -> dict[str, Any]:

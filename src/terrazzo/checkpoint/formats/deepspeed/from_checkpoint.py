@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from terrazzo.checkpoint.formats.deepspeed.folder import NewFolder
-from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, boxes_of
+from terrazzo.checkpoint.formats.deepspeed.partitions import Placed
 from terrazzo.checkpoint.formats.deepspeed.writing import (
     Layout,
     loss_scaler,
@@ -30,7 +30,7 @@ from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointFormatError, UnsupportedValueError
-from terrazzo.layout.box import Box
+from terrazzo.layout.box import Box, boxes_of_flat_range
 
 _PIECE: Final = 16 << 20  # bytes in memory at a time
 # Values without which the order of parameters is unknown.
@@ -235,7 +235,7 @@ class _Streamed:
         own = entry.properties.dtype
         limit = _PIECE // (own.itemsize + (dtype.itemsize if dtype is not own else 0))
         buffer = torch.empty(min(stop - start, limit), dtype=own, device="cpu")
-        for box in boxes_of(shape, start, stop):
+        for box in boxes_of_flat_range(shape, start, stop):
             for window in row_major_windows(box.lengths, limit):
                 piece = buffer[: window.numel]
                 self._source.read(name, window.shifted(box.offsets), piece.view(window.lengths))

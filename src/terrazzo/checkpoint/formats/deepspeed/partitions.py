@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from terrazzo.layout.box import Box
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -119,31 +117,3 @@ def out_of_turns(names: Sequence[str], ranks: int) -> list[str]:
     """
     places = [place for first in range(ranks) for place in range(first, len(names), ranks)]
     return [name for _, name in sorted(zip(places, names, strict=True))]
-
-
-def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Boxes that are, one after the other, the elements `start` to `stop` of a tensor in row-major order.
-
-    >>> [(box.offsets, box.lengths) for box in boxes_of((3, 4), 2, 9)]
-    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # all in one row
-        yield from _in_row(shape, last, start, stop)
-        return
-    yield from _in_row(shape, first - 1, start, first * row)
-    if first < last:
-        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
-    yield from _in_row(shape, last, last * row, stop)
-
-
-def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
-    before = row * prod(shape[1:])
-    for box in boxes_of(shape[1:], start - before, stop - before):
-        yield Box((row, *box.offsets), (1, *box.lengths))

@@ -14,8 +14,9 @@ import torch
 
 from terrazzo.checkpoint.formats.deepspeed.contents import Contents
 from terrazzo.checkpoint.formats.deepspeed.files import OpenFile
-from terrazzo.checkpoint.formats.deepspeed.tensors import Readable, WholeTensor
-from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
+from terrazzo.checkpoint.formats.deepspeed.tensors import FileTensor, in_file
+from terrazzo.checkpoint.formats.table import Asked, read_rows
+from terrazzo.checkpoint.formats.torch_archive import StoredTensor
 from terrazzo.checkpoint.native.datafile import row_major_windows
 
 TIED = "tied_modules."
@@ -23,14 +24,14 @@ _WINDOW = 1 << 20  # elements that are compared at a time
 
 
 def tied_names(
-    stages: Sequence[Mapping[str, Readable]], layers: Mapping[int, OpenFile]
+    stages: Sequence[Mapping[str, FileTensor]], layers: Mapping[int, OpenFile]
 ) -> tuple[list[dict[str, str]], dict[str, str]]:
     """New names for parameters of modules that layers share, for each stage; and other names of these parameters.
 
     Args:
         stages: the tied parameters of each stage, by their names in it.
     """
-    known: dict[str, list[tuple[str, Readable]]] = {}
+    known: dict[str, list[tuple[str, FileTensor]]] = {}
     renamed: list[dict[str, str]] = []
     shared: dict[str, str] = {}
     for tied in stages:
@@ -58,37 +59,35 @@ def add_layers(contents: Contents, layers: Mapping[int, OpenFile], shared: Mappi
             name = f"{number}.{inner}"
             if name in shared or f"module.{name}" in contents.values:
                 continue
-            whole = isinstance(value, StoredTensor)
-            plain = WholeTensor(layer, value) if whole else replace_tensors(value, layer.archive.tensor)
-            contents.add(("module", name), plain)
+            contents.add(("module", name), in_file(layer, value))
     contents.add(("shared_params",), {**(contents.values.get("shared_params") or {}), **shared})
 
 
-def _by_module(tied: Mapping[str, Readable]) -> dict[str, dict[str, Readable]]:
-    found: dict[str, dict[str, Readable]] = {}
+def _by_module(tied: Mapping[str, FileTensor]) -> dict[str, dict[str, FileTensor]]:
+    found: dict[str, dict[str, FileTensor]] = {}
     for name, tensor in tied.items():
         key, _, inner = name.removeprefix(TIED).partition(".")
         found.setdefault(key, {})[inner] = tensor
     return found
 
 
-def _holds(layer: OpenFile, module: Mapping[str, Readable]) -> bool:
+def _holds(layer: OpenFile, module: Mapping[str, FileTensor]) -> bool:
     """Whether a layer is that module: it has the same parameters with the same values."""
     for name, tensor in module.items():
         stored = layer.value.get(name)
-        if not isinstance(stored, StoredTensor) or not _equal(tensor, WholeTensor(layer, stored)):
+        if not isinstance(stored, StoredTensor) or not _equal(tensor, in_file(layer, stored)):
             return False
     return True
 
 
-def _equal(tensor: Readable, other: Readable) -> bool:
+def _equal(tensor: FileTensor, other: FileTensor) -> bool:
     """Whether two tensors are equal in the dtype of the second."""
     if tensor.shape != other.shape:
         return False
     for window in row_major_windows(tensor.shape, _WINDOW):
         one, two = (torch.empty(window.lengths, dtype=source.dtype, device="cpu") for source in (tensor, other))
-        tensor.read_box(window, one)
-        other.read_box(window, two)
+        for source, target in ((tensor, one), (other, two)):
+            read_rows([Asked(TIED, window, source.rows())], lambda number, target=target: target)  # type: ignore[misc]
         if not torch.equal(one.to(two.dtype), two):
             return False
     return True

@@ -11,27 +11,18 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.formats.box_reader import BoxReader
 from terrazzo.checkpoint.formats.deepspeed.contents import Contents
-from terrazzo.checkpoint.formats.deepspeed.tensors import Readable
+from terrazzo.checkpoint.formats.deepspeed.tensors import FileTensor
 from terrazzo.checkpoint.formats.deepspeed.universal import is_universal, read_universal
 from terrazzo.checkpoint.formats.deepspeed.zero import read_partitioned
-from terrazzo.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from terrazzo.checkpoint.formats.table import StoredBox, TableReader, tensor_entry
+from terrazzo.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from terrazzo.checkpoint.native.names import LATEST, named_by_latest
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
-from terrazzo.layout.box import Box
 
 
-class DeepSpeedReader(BoxReader):
+class DeepSpeedReader(TableReader):
     """Reads what DeepSpeed saved in ZeRO stages 1, 2 and 3, and universal checkpoints, under terrazzo's engine's names.
 
     Weights are `module.<name>`, in float32 where the optimizer has them so; its state is
@@ -41,41 +32,31 @@ class DeepSpeedReader(BoxReader):
         path: The folder of a tag, or one with a file `latest` or `latest_universal` that names a tag.
     """
 
-    _contents: Contents | None = None
+    _contents: Contents
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        super().reset(checkpoint_id)
-        self._contents = None
-
-    def read_metadata(self) -> Metadata:
-        contents = self.contents()
-        return Metadata(
-            {name: _entry(value) for name, value in contents.values.items()},
-            planner_data=contents.paths,
-            storage_meta=StorageMeta(str(self.place)),
-        )
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        self.contents()
-
-    def contents(self) -> Contents:
-        """What the checkpoint holds."""
-        if self._contents is None:
-            self._contents = _read_contents(tag_folder(self.place))
-        return self._contents
+    def _described(self) -> Metadata:
+        folder = tag_folder(self.place)
+        self.files_at(folder.store)
+        contents = self._contents = _read_contents(folder)
+        entries = {
+            name: tensor_entry(value.dtype, value.shape)
+            if isinstance(value, FileTensor | torch.Tensor)
+            else BytesStorageMetadata()
+            for name, value in contents.values.items()
+        }
+        return Metadata(dict(entries), planner_data=contents.paths, storage_meta=StorageMeta(str(self.place)))
 
     def value(self, name: str) -> Any:
-        return self.contents().values.get(name)
+        self.read_metadata()
+        return self._contents.values.get(name)
 
-    def read_box(self, name: str, box: Box, target: torch.Tensor) -> int:
+    def rows_of(self, name: str) -> list[StoredBox] | torch.Tensor:
         value = self.value(name)
-        if isinstance(value, Readable):
-            value.read_box(box, target)
-        elif isinstance(value, torch.Tensor):
-            target.copy_(value[box.slices()])
-        else:
+        if isinstance(value, torch.Tensor):
+            return value
+        if not isinstance(value, FileTensor):
             raise CheckpointCorruptError(f"{name}: the checkpoint holds no tensor of this name")
-        return target.nbytes
+        return value.rows()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -103,12 +84,3 @@ def tag_folder(path: Place) -> Place:
         if folder.is_dir():
             return folder
     raise CheckpointNotFoundError(f"{path / LATEST[0]} names {named[0].name!r}, and there is no such folder")
-
-
-def _entry(value: Any) -> STORAGE_TYPES:
-    if isinstance(value, Readable | torch.Tensor):
-        dtype, shape = value.dtype, torch.Size(value.shape)
-    else:
-        return BytesStorageMetadata()
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-    return TensorStorageMetadata(TensorProperties(dtype), shape, [chunk])

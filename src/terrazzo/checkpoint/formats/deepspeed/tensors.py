@@ -2,79 +2,56 @@
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 
 from terrazzo.checkpoint.formats.deepspeed.files import OpenFile
-from terrazzo.checkpoint.formats.strided import Strided, read_box
-from terrazzo.checkpoint.formats.torch_archive import StoredTensor
+from terrazzo.checkpoint.formats.table import StoredBox
+from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
+from terrazzo.checkpoint.native.spans import strides_of
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointCorruptError
-from terrazzo.layout.box import Box
+from terrazzo.layout.box import Box, boxes_of_flat_range
 
 
-class Readable(abc.ABC):
-    """A tensor in the checkpoint's files.
-
-    Attributes:
-        dtype, shape: those of the tensor.
-    """
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor in the checkpoint's files; `rows` returns the boxes that they have of it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-
-    @abc.abstractmethod
-    def read_box(self, box: Box, target: torch.Tensor) -> None:
-        """Fill `target` with a box of the tensor, using only a few more megabytes."""
+    rows: Callable[[], list[StoredBox]]
 
 
-class WholeTensor(Readable):
-    """A tensor in one file; for another `shape` it must be row-major."""
-
-    def __init__(self, file: OpenFile, stored: StoredTensor, shape: Sequence[int] | None = None) -> None:
-        if shape is not None and tuple(shape) != stored.shape:
-            stored = _reshaped(file.where, stored, tuple(shape))
-        self._file, self._stored = file, stored
-        self.dtype, self.shape = stored.dtype, stored.shape
-
-    def read_box(self, box: Box, target: torch.Tensor) -> None:
-        self._file.archive.read_box(self._stored, box, target)
+def in_file(file: OpenFile, value: Any) -> Any:
+    """A value of a file, where a tensor stays in the file, and tensors within other values are read."""
+    if isinstance(value, StoredTensor):
+        return FileTensor(value.dtype, value.shape, lambda: [file.archive.row(value)])
+    return replace_tensors(value, file.archive.tensor)
 
 
-def _reshaped(where: str, stored: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
-    plain = Strided.contiguous(0, stored.dtype, stored.shape).strides
-    if prod(shape) != prod(stored.shape) or stored.strides != plain:
-        raise CheckpointCorruptError(f"{where}: expected a tensor of shape {shape}, not {stored.shape}")
-    return replace(stored, shape=shape, strides=Strided.contiguous(0, stored.dtype, shape).strides)
-
-
-class TensorInFile(Readable):
-    """The tensor of a file with one tensor, alone or as `param`. To save memory, each read opens the file again.
+def alone_in_file(folder: Place, name: str, shape: Sequence[int] | None) -> FileTensor:
+    """The tensor of a file with one tensor, alone or as `param`.
 
     Args:
         shape: the shape to use, if the number of elements agrees; if the tensor is alone, it must.
     """
-
-    def __init__(self, folder: Place, name: str, shape: Sequence[int] | None) -> None:
-        self._folder, self._name, self._wanted = folder, name, shape
-        whole = self._open()
-        self.dtype, self.shape = whole.dtype, whole.shape
-
-    def read_box(self, box: Box, target: torch.Tensor) -> None:
-        self._open().read_box(box, target)
-
-    def _open(self) -> WholeTensor:
-        file = OpenFile(self._folder, self._name)
-        value = file.archive.value
-        if isinstance(value, StoredTensor):
-            return WholeTensor(file, value, self._wanted)
+    file = OpenFile(folder, name)
+    stored = file.archive.value
+    if not isinstance(stored, StoredTensor):
         stored = file.get("param", StoredTensor)
-        fits = self._wanted is not None and prod(self._wanted) == prod(stored.shape)
-        return WholeTensor(file, stored, self._wanted if fits else None)
+        shape = shape if shape is not None and prod(shape) == prod(stored.shape) else None
+    if shape is not None and tuple(shape) != stored.shape:
+        if prod(shape) != prod(stored.shape) or stored.strides != strides_of(stored.shape):
+            raise CheckpointCorruptError(f"{file.where}: expected a tensor of shape {shape}, not {stored.shape}")
+        stored = replace(stored, shape=tuple(shape), strides=strides_of(shape))
+    row = StoredBox(Box.whole(stored.shape), folder.store, file.archive.located(stored, name))  # the pickle is not kept
+    return FileTensor(stored.dtype, stored.shape, lambda: [row])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,42 +63,36 @@ class Part:
     start: int
     length: int
 
+    def row(self, name: str, box: Box, start: int) -> StoredBox:
+        """The elements from number `start` of the part on, which are a box of a tensor."""
+        (stride,) = self.stored.strides
+        strides = tuple([step * stride for step in strides_of(box.lengths)])
+        first = self.stored.offset + (self.start + start) * stride
+        stored = replace(self.stored, offset=first, shape=box.lengths, strides=strides)
+        return self.file.archive.row(stored, name, box)
 
-class JoinedTensor(Readable):
+
+def joined(name: str, shape: Sequence[int], parts: Sequence[Part]) -> FileTensor:
     """A tensor whose elements, in row-major order, are parts of flat tensors, one after the other."""
-
-    def __init__(self, name: str, shape: Sequence[int], parts: Sequence[Part]) -> None:
-        self.shape, self.parts = tuple(shape), tuple(parts)
-        self.dtype = parts[0].stored.dtype if parts else torch.float32
-        if sum(part.length for part in parts) != prod(self.shape):
-            raise CheckpointCorruptError(f"{name}: the partitions do not have all of its elements")
-        for part in parts:
-            where = part.file.where
-            if part.stored.dtype != self.dtype or len(part.stored.shape) != 1:
-                raise CheckpointCorruptError(f"{name}: {where} has it in another form than the other ranks' files")
-            if part.start + part.length > part.stored.shape[0]:
-                raise CheckpointCorruptError(f"{name}: the partition in {where} is too short")
-
-    def read_box(self, box: Box, target: torch.Tensor) -> None:
-        read_box(_Joined(self), Strided.contiguous(0, self.dtype, self.shape), box, target)
+    shape = tuple(shape)
+    dtype = parts[0].stored.dtype if parts else torch.float32
+    if sum(part.length for part in parts) != prod(shape):
+        raise CheckpointCorruptError(f"{name}: the partitions do not have all of its elements")
+    for part in parts:
+        where = part.file.where
+        if part.stored.dtype != dtype or len(part.stored.shape) != 1:
+            raise CheckpointCorruptError(f"{name}: {where} has it in another form than the other ranks' files")
+        if part.start + part.length > part.stored.shape[0]:
+            raise CheckpointCorruptError(f"{name}: the partition in {where} is too short")
+    return FileTensor(dtype, shape, partial(_rows_of, name, shape, parts))
 
 
-class _Joined:
-    """The bytes of the parts, one after the other."""
-
-    def __init__(self, tensor: JoinedTensor) -> None:
-        self._tensor = tensor
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        wanted = torch.frombuffer(buffer, dtype=self._tensor.dtype)
-        first = offset // self._tensor.dtype.itemsize
-        for part in self._tensor.parts:
-            if first < part.length and len(wanted):
-                count = min(part.length - first, len(wanted))
-                part.file.archive.read_box(part.stored, Box((part.start + first,), (count,)), wanted[:count])
-                wanted = wanted[count:]
-                first = 0
-            else:
-                first -= part.length
-            if not len(wanted):
-                return
+def _rows_of(name: str, shape: tuple[int, ...], parts: Sequence[Part]) -> list[StoredBox]:
+    rows, first = [], 0
+    for part in parts:
+        start = 0
+        for box in boxes_of_flat_range(shape, first, first + part.length):
+            rows.append(part.row(name, box, start))
+            start += box.numel
+        first += part.length
+    return rows

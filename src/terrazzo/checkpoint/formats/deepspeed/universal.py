@@ -20,7 +20,7 @@ from terrazzo.checkpoint.formats.deepspeed.contents import (
     steps_in,
 )
 from terrazzo.checkpoint.formats.deepspeed.files import OpenFile, entry, model_files
-from terrazzo.checkpoint.formats.deepspeed.tensors import TensorInFile
+from terrazzo.checkpoint.formats.deepspeed.tensors import alone_in_file
 from terrazzo.checkpoint.formats.deepspeed.zero import frozen_tensors
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointFormatError, CheckpointNotFoundError
@@ -100,7 +100,7 @@ def _refuse_cut(by_model_rank: Sequence[Sequence[OpenFile]], known: set[str]) ->
 
 
 def _add_weight(contents: Contents, folder: Place, name: str, shape: Sequence[int] | None) -> None:
-    contents.add(("module", name), TensorInFile(folder / FOLDER / name, _WEIGHT + _END, shape))
+    contents.add(("module", name), alone_in_file(folder / FOLDER / name, _WEIGHT + _END, shape))
 
 
 def _moments(folder: Place, name: str, shape: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
@@ -108,7 +108,7 @@ def _moments(folder: Place, name: str, shape: Sequence[int] | None) -> Iterator[
     for file in sorted((folder / FOLDER / name).names()):
         key = file.removesuffix(_END)
         if file.endswith(_END) and key not in (_WEIGHT, _STEP):
-            yield key, TensorInFile(folder / FOLDER / name, file, shape)
+            yield key, alone_in_file(folder / FOLDER / name, file, shape)
 
 
 def _steps(own: Place, optimizer: OpenFile, number: int, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from terrazzo.checkpoint.formats.deepspeed.contents import (
 from terrazzo.checkpoint.formats.deepspeed.files import Files, OpenFile, entry, find_files, layer_files, tensor_parallel
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, in_one_line, one_by_one, out_of_turns
 from terrazzo.checkpoint.formats.deepspeed.pipeline import TIED, add_layers, tied_names
-from terrazzo.checkpoint.formats.deepspeed.tensors import JoinedTensor, Part, Readable, WholeTensor
+from terrazzo.checkpoint.formats.deepspeed.tensors import FileTensor, Part, in_file, joined
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
@@ -69,7 +69,7 @@ class _Stage:
         """The groups of the partitions, if there are any."""
         return () if self.partitions is None else self.partitions.groups
 
-    def tied(self) -> dict[str, Readable]:
+    def tied(self) -> dict[str, FileTensor]:
         """The weights of modules that several layers of a pipeline share."""
         return {
             placed.name: _joined(placed, group.weights)
@@ -218,14 +218,14 @@ def _flat_tensors(
     return tuple(found)
 
 
-def _joined(placed: Placed, by_rank: Sequence[tuple[OpenFile, Any]]) -> JoinedTensor:
+def _joined(placed: Placed, by_rank: Sequence[tuple[OpenFile, Any]]) -> FileTensor:
     parts = []
     for run in placed.runs:
         if run.rank >= len(by_rank) or not isinstance(by_rank[run.rank][1], StoredTensor):
             raise CheckpointCorruptError(f"{placed.name}: the partition of data-parallel rank {run.rank} is missing")
         file, stored = by_rank[run.rank]
         parts.append(Part(file, stored, run.start, run.length))
-    return JoinedTensor(placed.name, placed.shape, parts)
+    return joined(placed.name, placed.shape, parts)
 
 
 # ------------------------------------------------------------------ the model
@@ -250,7 +250,7 @@ def frozen_tensors(models: Sequence[OpenFile]) -> Iterator[tuple[str, Any]]:
     for name, shape in (models[0].value.get("frozen_param_shapes") or {}).items():
         stored = [entry(file.get("frozen_param_fragments", dict), name, StoredTensor, file.where) for file in models]
         if tuple(stored[0].shape) == tuple(shape):
-            yield name, WholeTensor(models[0], stored[0])
+            yield name, in_file(models[0], stored[0])
         else:
             (placed,) = one_by_one([(name, shape)], len(models))
             yield name, _joined(placed, list(zip(models, stored, strict=True)))

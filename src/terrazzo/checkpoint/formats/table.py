@@ -1,0 +1,314 @@
+"""Checkpoints of other systems as rows, each a box of a tensor and where its elements lie; and their one reader.
+
+A format says which rows a tensor has (`TableReader.rows_of`). They are read by the engine that reads the native format.
+"""
+
+from __future__ import annotations
+
+import abc
+import io
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import groupby
+from typing import Final
+
+import msgspec
+import torch
+
+from terrazzo._threads import results_of
+from terrazzo.checkpoint.formats.box_reader import BoxReader
+from terrazzo.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from terrazzo.checkpoint.native.dtypes import dtype_name
+from terrazzo.checkpoint.native.items import InPairs
+from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.native.requests import Filling, Requests
+from terrazzo.checkpoint.native.root import FileEntry
+from terrazzo.checkpoint.native.spans import StoredChunk, Wanted, strides_of
+from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from terrazzo.checkpoint.stores import Entry, Place, Store
+from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError, ConflictError
+from terrazzo.layout.box import Box
+
+_FEW: Final = 8  # files whose dates are asked for one by one
+
+
+class StoredBox(msgspec.Struct, frozen=True, eq=False):
+    """A box of a tensor in a file of `store`, and where: if that takes a look into the file, a function finds it."""
+
+    box: Box
+    store: Store
+    chunk: StoredChunk | Callable[[], StoredChunk]
+
+
+class Asked(msgspec.Struct, frozen=True, eq=False):
+    """A box of a tensor that is to be read, and the rows of the tensor: or all of it, if it is in memory."""
+
+    name: str
+    box: Box
+    rows: Sequence[StoredBox] | torch.Tensor
+
+
+class FilesRead(msgspec.Struct, eq=False):
+    """How many bytes were read, and of which files."""
+
+    nbytes: int = 0
+    files: dict[Store, set[str]] = msgspec.field(default_factory=dict)
+
+
+class _Piece(msgspec.Struct, eq=False):
+    """What one row has of what is asked for under a number."""
+
+    number: int
+    row: StoredBox
+    box: Box  # of the tensor
+    chunk: StoredChunk | None = None
+
+
+def chunk_at(
+    name: str,
+    file: FileEntry,
+    start: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    strides: tuple[int, ...] | None = None,
+    crc: int = 0,
+) -> StoredChunk:
+    """The elements from byte `start` of a file on, at these strides, or in row-major order."""
+    shape = tuple(shape)
+    count = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides or strides_of(shape), strict=True))
+    nbytes = count * dtype.itemsize
+    return StoredChunk(name, file, start, nbytes, shape, dtype_name(dtype), 1, None, 0, strides=strides, crc=crc)
+
+
+def file_at(store: Store, key: str) -> FileEntry:
+    """A file that has to be there."""
+    try:
+        return FileEntry(key, store.stat(key).size, 0, 0)
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"{store.location}: the file {key} is missing") from error
+
+
+@torch.no_grad()
+def read_rows(
+    asked: Sequence[Asked],
+    target: Callable[[int], torch.Tensor],
+    filled: Callable[[int, torch.Tensor], None] = lambda number, tensor: None,
+) -> FilesRead:
+    """Fill what `target` returns for the number of each that is asked for; `filled` gets each as soon as it is full."""
+    pieces: list[_Piece] = []
+    for number, each in enumerate(asked):
+        if isinstance(each.rows, torch.Tensor):
+            tensor = target(number)
+            tensor.copy_(each.rows[each.box.slices()])
+            filled(number, tensor)
+            continue
+        commons = [(row, row.box.intersect(each.box)) for row in each.rows]
+        found = [_Piece(number, row, common) for row, common in commons if common is not None]
+        if sum(piece.box.numel for piece in found) != each.box.numel:
+            raise CheckpointCorruptError(f"{each.name!r}: the files do not have all elements of {each.box} once")
+        if not found:  # nothing to read
+            filled(number, target(number))
+        pieces += found
+    if not pieces:
+        return FilesRead()
+    stores = {id(piece.row.store): piece.row.store for piece in pieces}
+    located = _located([piece.row for piece in pieces], max(store.caps.depth for store in stores.values()))
+    for piece in pieces:
+        piece.chunk = located[id(piece.row)]
+    left = Counter(piece.number for piece in pieces)
+    fillings: dict[int, Filling] = {}
+
+    def order(piece: _Piece) -> tuple[int, str, int, tuple[int, ...]]:
+        assert piece.chunk is not None
+        return id(piece.row.store), piece.chunk.file.name, piece.chunk.start, piece.box.offsets
+
+    def wanted(pieces: Iterable[_Piece]) -> Iterator[Wanted]:
+        for piece in pieces:
+            filling = fillings.get(piece.number)
+            if filling is None:
+                filling = fillings[piece.number] = Filling(target(piece.number), piece.number, left[piece.number])
+            inside, whole = piece.box.relative_to(piece.row.box), asked[piece.number].box
+            part = None if piece.box == whole else piece.box.relative_to(whole)
+            assert piece.chunk is not None
+            yield Wanted(piece.chunk, inside.offsets, inside.lengths, filling, part)
+
+    read = FilesRead()
+    for key, of_store in groupby(sorted(pieces, key=order), lambda piece: id(piece.row.store)):
+        requests = Requests(stores[key], verify=False)
+        for filling in requests.read(wanted(of_store)):
+            del fillings[filling.key]  # a planner may have made the tensor for this
+            filled(filling.key, filling.target)
+        read.nbytes += requests.bytes_read
+    for piece in pieces:
+        assert piece.chunk is not None
+        read.files.setdefault(piece.row.store, set()).add(piece.chunk.file.name)
+    return read
+
+
+def _located(rows: Iterable[StoredBox], depth: int) -> dict[int, StoredChunk]:
+    """Where rows lie, by their ids; several files are looked into at once."""
+    found: dict[int, StoredChunk] = {}
+    calls: dict[int, Callable[[], StoredChunk]] = {}
+    for row in rows:
+        if isinstance(row.chunk, StoredChunk):
+            found[id(row)] = row.chunk
+        else:
+            calls[id(row)] = row.chunk
+    return found | dict(zip(calls, results_of([*calls.values()], depth, "terrazzo-headers"), strict=True))
+
+
+def read_chunk(store: Store, chunk: StoredChunk, target: torch.Tensor) -> None:
+    """Fill `target` with all of a chunk."""
+    whole = Box.whole(chunk.shape)
+    read_rows([Asked(chunk.name, whole, [StoredBox(whole, store, chunk)])], lambda number: target)
+
+
+def tensor_entry(dtype: torch.dtype, shape: Sequence[int], boxes: Sequence[Box] | None = None) -> TensorStorageMetadata:
+    """What metadata say of a tensor that is stored in these boxes, or in one."""
+    size = torch.Size(shape)
+    boxes = [Box.whole(tuple(size))] if boxes is None else boxes
+    chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in boxes]
+    return TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+
+
+class TableReader(BoxReader):
+    """A reader of a checkpoint that can say which bytes of which files a tensor consists of.
+
+    Subclasses have `_described`, which reads the table of contents, `rows_of` and `value`. What is there is looked at
+    once, so that a reader sees one checkpoint, and again after a load.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | Place | Store) -> None:
+        super().__init__(path)
+        self._forget()
+
+    @abc.abstractmethod
+    def _described(self) -> Metadata:
+        """The table of contents."""
+
+    @abc.abstractmethod
+    def rows_of(self, name: str) -> Sequence[StoredBox] | torch.Tensor:
+        """The rows of a tensor, or the tensor if it is in memory."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        if checkpoint_id is not None or self._used:  # another checkpoint may be there by now
+            self._forget()
+
+    def _forget(self) -> None:
+        self._metadata: Metadata | None = None
+        self._used = False
+        self._seen: dict[str, dict[str, Entry]] = {}  # by location: files, as they were before any was read
+
+    def read_metadata(self) -> Metadata:
+        if self._metadata is None:
+            self._metadata = self._described()
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        self.read_metadata()
+
+    def read_box(self, name: str, box: Box, target: torch.Tensor) -> int:
+        self.read_metadata()
+        self._used = True
+        read = read_rows([Asked(name, box, self.rows_of(name))], lambda number: target)
+        self._check_unchanged(read)
+        return read.nbytes
+
+    def _carry_out(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        entries = self.read_metadata().state_dict_metadata
+        self._used = True
+        items: list[ReadItem] = []
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                value = self.value(item.storage_index.fqn)
+                planner.load_bytes(item, value if isinstance(value, io.BytesIO) else ObjectBytes(value))
+            else:
+                items.append(item)
+
+        def dtype_of(item: ReadItem) -> torch.dtype:
+            entry = entries.get(item.storage_index.fqn)
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointCorruptError(f"{self.place} has no tensor {item.storage_index.fqn!r}")
+            return entry.properties.dtype
+
+        calls = InPairs(planner, dtype_of)
+        rows = _Rows(self.rows_of)
+        for group in calls.groups(items):
+            read = read_rows(
+                [rows.asked(item) for item in group],
+                lambda number, group=group: calls.target(group[number]),  # type: ignore[misc]
+                lambda number, tensor, group=group: calls.filled(group[number], tensor),  # type: ignore[misc]
+            )
+            self.bytes_read += read.nbytes
+            self._check_unchanged(read)
+
+    # ------------------------------------------------- files that must not change
+
+    def files_at(self, store: Store) -> dict[str, Entry]:
+        """The files of a store, as they were when this was first called."""
+        known = self._seen.get(store.location)
+        if known is None:
+            known = self._seen[store.location] = _files(store, None)
+        return known
+
+    def file_at(self, store: Store, key: str) -> FileEntry:
+        """A file of the checkpoint, which has to be there."""
+        if self.place.is_file():  # in a folder with other files, which may be many
+            self._seen.setdefault(store.location, _files(store, [key]))
+        entry = self.files_at(store).get(key)
+        if entry is None:
+            raise CheckpointNotFoundError(f"{store.location}: the file {key} is missing")
+        return FileEntry(key, entry.size, 0, 0)
+
+    def _check_unchanged(self, read: FilesRead) -> None:
+        """Raise if a file that was read is no longer the one that was looked into before."""
+        for store, names in read.files.items():
+            before = self._seen.get(store.location, {})
+            now = _files(store, names if len(names) < _FEW else None)
+            for name in sorted(names.intersection(before)):
+                if now.get(name) != before[name]:
+                    raise ConflictError(
+                        f"{store.location}/{name} has been replaced while it was read, so what has been loaded may "
+                        f"be of two checkpoints. Load again while no job saves there"
+                    )
+
+
+class _Rows:
+    """Rows by the positions that PyTorch's items name."""
+
+    def __init__(self, rows_of: Callable[[str], Sequence[StoredBox] | torch.Tensor]) -> None:
+        self._rows_of = rows_of
+        self._known: dict[str, Sequence[StoredBox] | torch.Tensor] = {}
+        self._by_offsets: dict[tuple[str, tuple[int, ...]], StoredBox] = {}
+
+    def asked(self, item: ReadItem) -> Asked:
+        """What an item asks for: of the row that it names, if it names one."""
+        index = item.storage_index
+        name, offsets = index.fqn, tuple(index.offset or (0,) * len(item.lengths))
+        rows = self._known.get(name)
+        if rows is None:
+            rows = self._known[name] = self._rows_of(name)
+            if not isinstance(rows, torch.Tensor):
+                self._by_offsets |= {(name, row.box.offsets): row for row in rows if not row.box.is_empty}
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths)).shifted(offsets)
+        own = self._by_offsets.get((name, offsets))
+        return Asked(name, box, [own] if own is not None and own.box.contains(box) else rows)
+
+
+def _files(store: Store, names: Iterable[str] | None) -> dict[str, Entry]:
+    """The files of a store that are there, or those of these names."""
+    if names is None:
+        return {entry.key: entry for entry in store.list()}
+    found = {}
+    for name in names:
+        with suppress(FileNotFoundError):
+            found[name] = store.stat(name)
+    return found
