@@ -46,6 +46,7 @@ class Backward:
     def __init__(self) -> None:
         self.courses: list[Course] = []  # those of the forwards that it has reached
         self.reached: set[int] = set()  # the units that it has reached, on this rank
+        self.staying: set[int] = set()  # those of them that it leaves at its end only
         self.unnoticed: list[str] = []  # the names of those through which it ran without notice
         self.records_graph = False  # for another backward to run through
 

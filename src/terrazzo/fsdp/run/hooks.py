@@ -153,7 +153,7 @@ def _after_backward(group: Group, spot: Spot | None, grad: Tensor) -> None:
     root: Root = group.root
     unit: Unit = group.unit
     if _records_graph(grad):
-        grad.register_hook(partial(_before_backward, group, (), None))
+        grad.register_hook(partial(_before_double_backward, group))
     root.come_to(spot, False)
     root.leave(unit)
 
@@ -166,10 +166,16 @@ def _records_graph(grad: Tensor) -> bool:
     return torch.is_grad_enabled() and grad.requires_grad
 
 
+def _before_double_backward(group: Group, grad: Tensor) -> None:
+    """Backward through a backward enters the modules where that one left them."""
+    _before_backward(group, (), None, grad)
+    group.root.stay(group.unit.index)
+
+
 def _after_double_backward(group: Group, grad: Tensor) -> None:
     """Backward through a backward leaves the modules; it may still run through their forward, so nothing is freed."""
     if _records_graph(grad):
-        grad.register_hook(partial(_before_backward, group, (), None))
+        grad.register_hook(partial(_before_double_backward, group))
 
 
 for _hook in (before_forward, after_forward):

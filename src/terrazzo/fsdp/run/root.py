@@ -452,9 +452,18 @@ class Root:
             self._reach(unit, before)
         reached.add(unit)
 
+    def stay(self, unit: int) -> None:
+        """Called when backward enters a unit's modules through an earlier backward, which it may not have left when it
+        leaves the forward: autograd orders what one thread has recorded, and an accelerator's backwards have another
+        thread than the forwards."""
+        assert self._backward is not None
+        self._backward.staying.add(unit)
+
     def leave(self, unit: Unit) -> None:
         """Called when backward leaves the unit's modules through an input."""
         assert self._backward is not None
+        if unit.index in self._backward.staying:
+            return
         if self.state.phase[unit.index] is Phase.BACKWARD or unit.has_gradients():
             if unit.index not in self._backward.reached:
                 self._look_for_unnoticed(unit.index)
