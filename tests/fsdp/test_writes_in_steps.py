@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.compare import Model, assert_same_parameters, batches, loss_of, mine, shard_blocks
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, report
 from terrazzo.tensor import DTensor, init_device_mesh
 from terrazzo.tensor.parallel import ColwiseParallel, parallelize_module
+
+pytestmark = pytest.mark.on_late
 
 WORDS = "were written to while their module ran"
 
@@ -82,7 +84,7 @@ class Writing(nn.Module):
 def ways() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}]
     if torch.distributed.get_world_size() == 4:
-        found = [{"reshard_after_forward": 2}, {"mesh": init_device_mesh("cpu", (2, 2))}]
+        found = [{"reshard_after_forward": 2}, {"mesh": init_device_mesh(device_type(), (2, 2))}]
     return found
 
 
@@ -180,7 +182,7 @@ def test_data_of_kept_parts():
 
 def check_idle() -> None:
     """`.data` of what an evaluation has left unsharded; with tensor parallelism, too."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     for parallel in (False, True):
         for writer in WRITERS[1:]:
             torch.manual_seed(0)
@@ -229,7 +231,7 @@ def check_rounded() -> None:
         before[1][0] = float("nan")
         for parameter, value in zip(model.parameters(), before, strict=True):
             assert parameter.dtype is torch.float32
-            torch.testing.assert_close(parameter.full_tensor(), value, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(parameter.full_tensor().cpu(), value.cpu(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_is_not_written_keeps_its_precision():
@@ -284,5 +286,6 @@ def check_faces() -> None:
     torch.testing.assert_close(model.weight.full_tensor(), before * 4)
 
 
+@pytest.mark.cpu_only("PyTorch takes no inference tensor as data on devices that it does not know")
 def test_what_an_unsharded_parameter_is():
     run_ranks(2, check_faces)

@@ -54,6 +54,12 @@ class Kept:
         self._versions = [writes_to(face._local) for face in self._faces]
         return {id(param): face for param, face in zip(params, self._faces, strict=True)}
 
+    @property
+    def is_written(self) -> bool:
+        """Whether users may have written to the kept part."""
+        own = zip(self._faces, self._views, self._versions, strict=True)
+        return any(face._local.data_ptr() != view.data_ptr() or writes_to(face._local) != n for face, view, n in own)
+
     def gather(self, comm: Comm) -> Pending[Tensor]:
         """Start to gather the parts of the smaller mesh's ranks."""
         assert self._buffer is not None
