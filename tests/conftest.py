@@ -91,8 +91,9 @@ def on_device(request: pytest.FixtureRequest) -> Iterator[None]:
     if ranks.on_late:
         import late_ranks
 
-        elsewhere = any(marker.kwargs.get("elsewhere") for marker in request.node.iter_markers("on_late"))
-        late_ranks.begin_test(request.node.nodeid.replace(way, ""), way, elsewhere)
+        marks = [marker.kwargs for marker in request.node.iter_markers("on_late")]
+        elsewhere, coalesces = (any(mark.get(name) for mark in marks) for name in ("elsewhere", "coalesces"))
+        late_ranks.begin_test(request.node.nodeid.replace(way, ""), way, elsewhere, coalesces)
     yield
     ranks.on_late = False
 

@@ -115,12 +115,13 @@ _bits: dict[str, dict[str, list[Any]]] = {}  # by test and way, by function: wha
 _test, _name, _way = "", "", WAYS["late-eager"]  # of the present test
 
 
-def begin_test(test: str, way: str, elsewhere: bool) -> None:
-    """Called before each test that runs on the device."""
+def begin_test(test: str, way: str, elsewhere: bool, coalesces: bool) -> None:
+    """Called before each test that runs on the device, with what its marks say."""
     global _test, _way, _name
     skip_without_late()
     _test, _name = test, way
-    _way = replace(WAYS[way], elsewhere=elsewhere and WAYS[way].elsewhere)
+    usual = WAYS[way]
+    _way = replace(usual, elsewhere=elsewhere and usual.elsewhere, coalesces=coalesces or usual.coalesces)
     _bits[test + way] = {}
 
 

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo.fsdp as our_fsdp
 from fsdp.compare import Model, batches, mine
-from ranks import run_ranks
+from ranks import device_type, run_ranks
+
+pytestmark = pytest.mark.on_late
 
 
 def program(fsdp: Any, model: Model, steps: int, accumulate: int, mesh: Any, precision: dict[str, Any]) -> list[Any]:
@@ -45,7 +47,7 @@ def program(fsdp: Any, model: Model, steps: int, accumulate: int, mesh: Any, pre
 
 
 def check(shape: tuple[int, ...], accumulate: int, half: bool) -> None:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(device_type(), shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if half else {}
     torch.manual_seed(0)
     model = Model()

@@ -16,6 +16,8 @@ from terrazzo.engine import initialize
 from terrazzo.fsdp import fully_shard
 from terrazzo.tensor import DTensor
 
+pytestmark = pytest.mark.on_late
+
 TOTAL, STEPS = 8, 4
 
 

@@ -6,12 +6,15 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from fsdp.compare import Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks
 from ranks import run_ranks
 from terrazzo.fsdp import FSDPModule
+
+pytestmark = pytest.mark.on_late
 
 Params = dict[str, Any]
 

@@ -16,10 +16,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as theirs
 import terrazzo.fsdp as our_fsdp
 import terrazzo.tensor as our_tensor
 from fsdp.compare import apart, checked
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult, fully_shard
 from terrazzo.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+pytestmark = pytest.mark.on_late
 
 
 class Experts(nn.Module):
@@ -36,12 +38,12 @@ class Experts(nn.Module):
 
 def check_experts(replicate: bool) -> None:
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))
-    everyone = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("ep", "edp"))
+    everyone = init_device_mesh(device_type(), (4,))
     half = mesh["edp"]
     info: Any = FSDPMeshInfo(half)
     if replicate:
-        info = HSDPMeshInfo(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        info = HSDPMeshInfo(init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard")))
     torch.manual_seed(0)
     experts = [Experts() for _ in range(2)]
     experts[1].shared.load_state_dict(experts[0].shared.state_dict())
@@ -88,7 +90,7 @@ def test_experts_have_a_mesh_of_their_own(replicate):
 def check_experts_alone() -> None:
     """As many experts as ranks: an expert's mesh is its rank, in a group with parameters on all of them."""
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "edp"))
+    mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("ep", "edp"))
     torch.manual_seed(0)
     experts = [Experts() for _ in range(2)]
     experts[1].shared.load_state_dict(experts[0].shared.state_dict())
@@ -163,7 +165,7 @@ def program(fsdp: Any, tensor: Any, mesh: Any, factor: float | None) -> list[Any
 
 def check_whole() -> None:
     def mesh_of(*names: str) -> Any:
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        return init_device_mesh(device_type(), (2, 2), mesh_dim_names=names)
 
     with_tp = mesh_of("shard", "tp")
     ways = [
@@ -189,7 +191,7 @@ def test_a_model_of_dtensors_on_all_of_the_mesh():
 
 
 def check_wrong_meshes() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     dims = our_fsdp.DataParallelMeshDims(shard="dp")
     with pytest.raises(FSDPValueError, match="'weight' is a plain tensor: with dp_mesh_dims"):
         fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=dims)

@@ -9,17 +9,19 @@ import torch
 from torch import nn
 from torch.distributed._composable import replicate
 
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.fsdp import fully_shard
 from terrazzo.tensor import DTensor, init_device_mesh
 from terrazzo.tensor.experimental import implicit_replication
+
+pytestmark = pytest.mark.on_late
 
 
 def check() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)))
     reference = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     fully_shard([model[2][0], model[2][2]], mesh=mesh)
     fully_shard(model[2], mesh=mesh)
     with pytest.raises(RuntimeError, match="fully_shard"):

@@ -17,6 +17,8 @@ from terrazzo.fsdp import FSDPModule, fully_shard
 from terrazzo.fsdp.group import group_of
 from terrazzo.tensor import DTensor
 
+pytestmark = pytest.mark.on_late
+
 PASSES = ("an evaluation", "kept", "kept, an evaluation", "freed")
 
 

@@ -17,6 +17,8 @@ from terrazzo.errors import FSDPError
 from terrazzo.fsdp import explain, fully_shard, report, trace
 from terrazzo.fsdp.plan.operations import Kind
 
+pytestmark = pytest.mark.on_late
+
 
 def layer() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh())
@@ -126,5 +128,6 @@ def check_views() -> None:
         ours[2].more[0].reset_iter_state()
 
 
+@pytest.mark.cpu_only("counts messages")
 def test_each_model_has_its_own_plan():
     run_ranks(2, check_views)

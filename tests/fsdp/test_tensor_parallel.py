@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.compare import adamw, mine
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.checkpoint.state_dict import set_model_state_dict
 from terrazzo.errors import DTensorArgumentError, FSDPError, PlacementsError
 from terrazzo.fsdp import fully_shard
@@ -17,6 +17,8 @@ from terrazzo.layout import Layout
 from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.experimental import local_map
 from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+pytestmark = pytest.mark.on_late
 
 
 class Layer(nn.Module):
@@ -42,7 +44,7 @@ class Stack(nn.Module):
 
 
 def parallel(model: Stack, placement: object = None) -> Stack:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     for layer in model.layers:
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=True, shard_placement_fn=placement)
@@ -162,7 +164,7 @@ def check_order_is_never_lost() -> None:
 
 
 def check_order_in_differentiated_code() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     whole = torch.arange(16.0).view(8, 2)
     weight = torch.linspace(-1, 1, 16).view(8, 2)
     first = Layout.of(mesh, [Shard(0), Shard(0)], (8, 2), order=(1, 0)).shown
@@ -193,10 +195,10 @@ def test_the_order_is_never_lost():
 
 
 def check_strangers() -> None:
-    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    other = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("a", "b"))
     linear = nn.Linear(4, 4)
     linear.weight = nn.Parameter(
-        distribute_tensor(linear.weight.detach(), init_device_mesh("cpu", (4,)), [Replicate()])
+        distribute_tensor(linear.weight.detach(), init_device_mesh(device_type(), (4,)), [Replicate()])
     )
     with pytest.raises(FSDPError, match="different dims of one mesh"):
         fully_shard(linear, mesh=other["a"])

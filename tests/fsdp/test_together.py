@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp.compare import Block, Counted, Model, adamw, apart, batches, checked, loss_of, mine, shard_blocks
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, explain, fully_shard, report
 from terrazzo.fsdp.plan.check import PlanError, check
@@ -22,6 +22,8 @@ from terrazzo.fsdp.plan.operations import Kind
 from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.plan.units import Spec, UnitSpec
 from terrazzo.tensor import init_device_mesh
+
+pytestmark = pytest.mark.on_late
 
 BLOCKS = 5
 
@@ -186,7 +188,7 @@ def check_ways() -> None:
         {"offload_policy": CPUOffloadPolicy()},
     ]
     if dist.get_world_size() == 4:
-        ways.append({"mesh": init_device_mesh("cpu", (2, 2))})
+        ways.append({"mesh": init_device_mesh(device_type(), (2, 2))})
     for options in ways:
         alone, in_part, all_at_once = assert_same_bits(some, bounds, **options)
         assert alone > in_part > all_at_once, options
@@ -197,7 +199,7 @@ def check_users() -> None:
     for step in (by_hand, accumulating, twice):
         assert_same_bits(partial(Model, BLOCKS), bounds, step)
     if dist.get_world_size() == 4:
-        assert_same_bits(partial(Model, BLOCKS), bounds, replicas_later, mesh=init_device_mesh("cpu", (2, 2)))
+        assert_same_bits(partial(Model, BLOCKS), bounds, replicas_later, mesh=init_device_mesh(device_type(), (2, 2)))
         assert_same_bits(partial(Model, BLOCKS), bounds, reshard_after_forward=2)
 
 
@@ -240,7 +242,7 @@ def check_said() -> None:
     assert [group.together for group in report(other).groups] == [("0",), ("1",), ("2", "3")]
 
     # A slice of a mesh is another object each time.
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
     sliced = nn.Sequential(*[nn.Linear(7, 7) for _ in range(2)])
     for layer in sliced:
         fully_shard(layer, mesh=mesh["dp"])
@@ -248,6 +250,7 @@ def check_said() -> None:
     assert [group.together for group in report(sliced).groups] == [("0", "1")]
 
 
+@pytest.mark.on_late(coalesces=True)
 def test_the_report_and_the_plan_say_what_goes_together():
     run_ranks(2, check_said)
 
@@ -313,6 +316,7 @@ def check_parting() -> None:
     assert [block.up.weight.grad.dtype for block in model.blocks] == [torch.float32, torch.float64, torch.float32]
 
 
+@pytest.mark.on_late(coalesces=True)
 def test_a_module_leaves_its_unit():
     run_ranks(2, check_parting)
 
