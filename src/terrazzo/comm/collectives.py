@@ -43,12 +43,12 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     return _all_reduce(x, axis, op, False).wait()
 
 
-def all_reduce_start(x: Tensor, axis: Axis, op: str = "sum") -> Pending[Tensor]:
-    """`all_reduce`, started."""
-    return _all_reduce(x, axis, op, True)
+def all_reduce_start(x: Tensor, axis: Axis, op: str = "sum", *, in_place: bool = False) -> Pending[Tensor]:
+    """`all_reduce`, started. With `in_place` it may be in the memory of `x`, and on accelerators takes no other."""
+    return _all_reduce(x, axis, op, True, in_place)
 
 
-def _all_reduce(x: Tensor, axis: Axis, op: str, async_op: bool) -> Pending[Tensor]:
+def _all_reduce(x: Tensor, axis: Axis, op: str, async_op: bool, in_place: bool = False) -> Pending[Tensor]:
     n = axis.size
     if n == 1:
         return Pending("all_reduce", axis, None, x)
@@ -57,13 +57,13 @@ def _all_reduce(x: Tensor, axis: Axis, op: str, async_op: bool) -> Pending[Tenso
     if observe.observers:
         observe.report("all_reduce", axis, 2 * (n - 1) * nbytes // n, op, async_op)
     x = dense(x)
-    if (x.is_cpu or x.dtype in wire.HALF) and nbytes * n <= _ONE_ROUND_BYTES:
+    if (x.is_cpu or (x.dtype in wire.HALF and not in_place)) and nbytes * n <= _ONE_ROUND_BYTES:
         stack = x.new_empty((n, *x.shape))
         work = gather_into(axis, stack, x)
         return Pending("all_reduce", axis, work, stack, lambda: _reduce(stack, op))
     native_op = "sum" if op == "avg" and not wire.averages(axis, x) else op
     if wire.reduces(x, native_op):
-        result = x.clone()
+        result = x if in_place else x.clone()
         work = wire.all_reduce(axis, result, native_op)
         return Pending("all_reduce", axis, work, result, (lambda: result.div_(n)) if op != native_op else None)
     sizes = chunk_sizes(x.numel(), n)

@@ -167,7 +167,7 @@ def _group_report(unit: Unit, spec: Spec, around: list[Unit]) -> GroupReport:
         elements=sum(p.layout.shape.numel() for p in unit.params),
         held=sum(local.nbytes * (2 if trainable else 1) for local, trainable in shards),
         unsharded=sizes.unsharded,
-        gathered=sizes.arriving,
+        gathered=sizes.sent + sizes.arriving,
         gradients=sizes.gradients,
         reduce_buffer=sizes.packed,
         under_way=_under_way(sizes, own.reduce_buffers, spec.streams),
@@ -182,8 +182,8 @@ def _group_report(unit: Unit, spec: Spec, around: list[Unit]) -> GroupReport:
 def _under_way(sizes: Sizes, buffers: int, streams: bool) -> int:
     """The bytes of reductions that run while the next group's backward computes."""
     if not streams:  # packed and received buffers, beyond the one that is counted anyhow
-        return 2 * (buffers - 1) * sizes.packed
-    return buffers * sizes.packed + (buffers + 1) * sizes.reduced
+        return 2 * (buffers - 1) * sizes.packed + sizes.result
+    return buffers * sizes.packed + (buffers + 1) * sizes.reduced + sizes.result
 
 
 def _size(nbytes: int) -> str:

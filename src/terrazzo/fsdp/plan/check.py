@@ -20,6 +20,7 @@ from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation, Stream
 from terrazzo.fsdp.plan.units import Spec
 
 _PERSISTENT = frozenset(["shard", "shard gradients"])
+_TEMPORARY = "sent", "gathered", "unsharded", "kept", "gradients", "accumulated", "packed", "reduced", "result"
 
 Clock = dict[str, int]
 
@@ -166,7 +167,7 @@ def sizes_of(spec: Spec) -> dict[Buffer, int]:
     for i, unit in enumerate(spec.units):
         if unit.sizes is None:
             continue
-        for kind in ("gathered", "unsharded", "kept", "gradients", "packed", "reduced"):
+        for kind in _TEMPORARY:
             found[Buffer(kind, i)] = getattr(unit.sizes, kind)
         found[Buffer("partial", i)] = unit.sizes.reduced
     return found

@@ -44,13 +44,15 @@ class Buffer(NamedTuple):
     """Memory of one unit. `kind` is one of
 
     shard             this rank's part of the parameters
+    sent              the shard as a gather sends it, where that is a copy
     gathered          the result of a gather, before it is copied out
     unsharded         the parameters as forward sees them
     kept              this rank's part over the smaller mesh
     gradients         unsharded gradients, from backward
+    accumulated       unsharded gradients that wait for a reduction, in its dtype, if that is another
     packed, reduced   the input and the result of a reduction
-    result            what becomes the gradients of the sharded parameters, or is added to them; counted as those
-    partial           gradients that are reduced over the shards, not yet over the replicas
+    result            what becomes the gradients of the sharded parameters, or is added to them
+    partial           gradients that are reduced over the shards, not yet over the replicas; in the memory of `reduced`
     shard gradients   gradients of the sharded parameters
     """
 

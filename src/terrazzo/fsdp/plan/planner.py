@@ -166,7 +166,16 @@ class _Planner:
         if spec.gradient_sync:
             self._reduce(unit)
         else:
-            self._emit(Kind.ACCUMULATE, unit, reads=(Buffer("gradients", unit),), writes=(Buffer("gradients", unit),))
+            gradients = Buffer("gradients", unit)
+            kept = Buffer("accumulated", unit) if spec.sizes.accumulated else gradients
+            self._emit(
+                Kind.ACCUMULATE,
+                unit,
+                reads=(gradients,),
+                writes=(kept,),
+                takes=() if kept is gradients else (kept,),
+                gives=() if kept is gradients else (gradients,),
+            )
 
     def backward_ends(self, with_gradients: tuple[int, ...], last: bool, graph: bool = False) -> None:
         self._begin_backward()
@@ -234,13 +243,15 @@ class _Planner:
             gathered = (*gathered, Buffer("unsharded", unit))
         kept = (Buffer("kept", unit),) if inner else ()
         shard = (Buffer("shard", unit),) if spec.keeps_part or not inner else ()
+        sent = (Buffer("sent", unit),) if shard and spec.sizes.sent else ()
         self._emit(
             Kind.GATHER,
             unit,
             Stream.GATHER,
             reads=(*kept, *shard),
             writes=gathered,
-            takes=gathered,
+            takes=(*sent, *gathered),
+            gives=sent,
             # An earlier gather's buffer was in this stream's memory, which is reused now; and the kept part was written
             # by the compute stream, or the shard if users wrote to the parameters (else "freed" is not recorded).
             waits=(Mark("copied", -1), Mark("kept" if inner else "freed", unit)),
@@ -334,8 +345,8 @@ class _Planner:
         spec = self.spec.units[unit]
         gradients, packed, reduced = Buffer("gradients", unit), Buffer("packed", unit), Buffer("reduced", unit)
         if spec.alone:
-            result = Buffer("shard gradients", unit)
-            self._emit(Kind.HAND_OVER, unit, reads=(gradients,), writes=(result,), gives=(gradients,))
+            result, accumulated = Buffer("shard gradients", unit), Buffer("accumulated", unit)
+            self._emit(Kind.HAND_OVER, unit, reads=(gradients,), writes=(result,), gives=(gradients, accumulated))
             return
         for one in [one for one in self.reducing if one.unit == unit]:  # if a module ran more than once
             self.reducing.remove(one)
@@ -348,7 +359,7 @@ class _Planner:
             reads=(gradients,),
             writes=(packed,),
             takes=(packed,),
-            gives=(gradients,),
+            gives=(gradients, Buffer("accumulated", unit)),
             records=Mark("packed", unit),
         )
         self._emit(

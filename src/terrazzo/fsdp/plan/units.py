@@ -10,12 +10,15 @@ class Sizes:
     """The bytes of a unit's buffers on this rank, and the bytes that a rank sends in its collectives, on average."""
 
     shard: int = 0
+    sent: int = 0  # the copy of the shard that a gather sends: in another dtype, or on the device
     gathered: int = 0  # the buffer of a gather, if it is not in place
     unsharded: int = 0  # 0 if the unsharded parameters are the shards
     kept: int = 0
     gradients: int = 0
+    accumulated: int = 0  # gradients that wait for a reduction, if that is in another dtype
     packed: int = 0
     reduced: int = 0
+    result: int = 0  # reduced gradients after their division and conversion, if these need memory
     gather_moves: int = 0
     kept_moves: int = 0  # sent for a gather over the smaller mesh
     reduce_moves: int = 0

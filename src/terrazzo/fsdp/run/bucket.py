@@ -102,7 +102,16 @@ class Bucket:
     @property
     def gathered_bytes(self) -> int:
         """The bytes of a gather's buffer, until it is copied out."""
-        return 0 if self.plan.n == 1 else self.plan.total * self.compute_dtype.itemsize
+        return 0 if self.will_alias else self.plan.total * self.compute_dtype.itemsize
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of the copies of the shards that a gather makes to send them."""
+        if self.will_alias or self.plan.n == 1:
+            return 0
+        size = self.plan.own_size
+        moved = size * self.dtype.itemsize * (self.settings.rest_device != self.settings.mesh.device)
+        return moved + size * self.compute_dtype.itemsize * (self.compute_dtype is not self.dtype)
 
     @property
     def gather_moves(self) -> int:

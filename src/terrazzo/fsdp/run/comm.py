@@ -129,4 +129,4 @@ class Collectives:
         return start_reduce(sections, axis, plan, op, tag)
 
     def all_reduce(self, section: Tensor, axis: Axis, op: str) -> Pending[Tensor]:
-        return all_reduce_start(section, axis, op)
+        return all_reduce_start(section, axis, op, in_place=True)

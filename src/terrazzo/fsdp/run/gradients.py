@@ -128,6 +128,26 @@ class Gradients:
         plan = self.plan()
         return 0 if plan is None or self.alone else plan.own_size * self.dtype.itemsize
 
+    @property
+    def accumulated_bytes(self) -> int:
+        """The bytes of gradients that wait for a reduction; 0 if they stay what backward has made."""
+        return (
+            0
+            if self.dtype is self.bucket.compute_dtype
+            else self.bytes // self.bucket.compute_dtype.itemsize * self.dtype.itemsize
+        )
+
+    @property
+    def result_bytes(self) -> int:
+        """The bytes that dividing and converting the reduction's result takes."""
+        plan = self.plan()
+        if plan is None or self.alone:
+            return 0
+        like = torch.empty(0, dtype=self.dtype, device=self.bucket.settings.mesh.device)
+        divided = self.dtype.itemsize * (self._division_of(like, plan).after is not None)
+        converted = self.bucket.dtype.itemsize * (self.bucket.dtype is not self.dtype)
+        return (plan.own_size - plan.extra) * (divided + converted)
+
     def plan(self) -> FlatPlan | None:
         """The flat plan of the next reduction; None if all parameters are frozen, and none has gradients to reduce."""
         flat = self._flat_now()
@@ -292,13 +312,16 @@ class Gradients:
 
     def _decide(self, like: Tensor, plan: FlatPlan) -> Division:
         """Decide how tensors like this with this plan are divided and reduced."""
+        self._division = self._division_of(like, plan)
+        return self._division
+
+    def _division_of(self, like: Tensor, plan: FlatPlan) -> Division:
         mesh, options, axis = self.bucket.settings.mesh, self.options, self.reduce_axis
         ways = ways_to_reduce(options, axis, like)
         if ways is Ways.NATIVE and plan.ragged:  # a ragged plan is not reduced by the backend's reduce-scatter
             ways = Ways.SUMS
         replicas = 1 if mesh.replicate is None else mesh.replicate.size
-        self._division = division_of(self.dtype, ways, mesh.shard.size, replicas, options.divisor, mesh.sums_already)
-        return self._division
+        return division_of(self.dtype, ways, mesh.shard.size, replicas, options.divisor, mesh.sums_already)
 
     def _take_partial(self) -> tuple[_Flat, Tensor] | None:
         """The earlier gradients, divided so far as those of the reduction that runs."""

@@ -153,12 +153,15 @@ class Unit:
         return Sizes(
             in_place=in_place,
             shard=sum(bucket.shard.nbytes for bucket in self.buckets),
+            sent=sum(bucket.sent_bytes for bucket in self.buckets),
             gathered=sum(_buffer_of(bucket, in_place) for bucket in self.buckets),
             unsharded=sum(bucket.unsharded_bytes for bucket in self.buckets),
             kept=sum(kept_bytes(bucket, inner) for bucket, inner in self._inner_of_buckets() if inner is not None),
             gradients=sum(gradients.bytes for gradients in self.gradients),
+            accumulated=sum(gradients.accumulated_bytes for gradients in self.gradients),
             packed=sum(gradients.packed_bytes for gradients in self.gradients),
             reduced=sum(gradients.reduced_bytes for gradients in self.gradients),
+            result=sum(gradients.result_bytes for gradients in self.gradients),
             gather_moves=sum(bucket.gather_moves for bucket in self.buckets),
             kept_moves=sum(
                 bucket.gather_moves if inner is None else kept_moves(bucket, inner)

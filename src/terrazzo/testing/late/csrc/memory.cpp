@@ -193,7 +193,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
       }
       blocks[block.at] = block;
       auto& counts = stats[device.index()];
-      counts.allocated += size, counts.allocations++, counts.peak = std::max(counts.peak, counts.allocated);
+      counts.allocated += size, counts.taken += size, counts.allocations++, counts.peak = std::max(counts.peak, counts.allocated);
     }
     if (is_new) {
       memset(for_tasks((void*)block.at), kPoison, size);  // for streams that do not wait for the task below
@@ -212,12 +212,13 @@ struct DeviceAllocator final : c10::DeviceAllocator {
     for (auto* each : {&result.allocated_bytes, &result.active_bytes, &result.requested_bytes})
       (*each)[0].current = counts.allocated, (*each)[0].peak = counts.peak;
     result.reserved_bytes[0].current = result.reserved_bytes[0].peak = counts.reserved;
+    result.allocated_bytes[0].allocated = counts.taken;
     result.allocation[0].allocated = counts.allocations;
     return result;
   }
   void resetAccumulatedStats(c10::DeviceIndex device) override {
     Lock lock(scheduler_lock());
-    stats[device].allocations = 0;
+    stats[device].allocations = stats[device].taken = 0;
   }
   void resetPeakStats(c10::DeviceIndex device) override { reset_peak(device); }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {

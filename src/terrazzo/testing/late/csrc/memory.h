@@ -27,7 +27,7 @@ void resize_storage(const c10::Storage&, size_t);
 void empty_cache();
 
 struct MemoryStats {
-  size_t allocated = 0, peak = 0, reserved = 0, allocations = 0;
+  size_t allocated = 0, peak = 0, reserved = 0, allocations = 0, taken = 0;  // taken: bytes, ever
 };
 MemoryStats memory_stats(c10::DeviceIndex);
 void reset_peak(c10::DeviceIndex);
