@@ -20,7 +20,7 @@ import torch
 from terrazzo.checkpoint.formats import unpickle
 from terrazzo.checkpoint.formats.stand_ins import Call
 from terrazzo.checkpoint.formats.table import StoredBox, chunk_at, read_chunk
-from terrazzo.checkpoint.formats.zip_reading import Window, ZipDirectory
+from terrazzo.checkpoint.formats.zip_reading import Window, WindowStream, ZipDirectory
 from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, UnsafePickleError
 from terrazzo.layout.box import Box
@@ -168,7 +168,7 @@ def _open_zip(window: Window, names: unpickle.Names) -> Archive:
         record = directory.records.get(name)
         if record is None:
             raise CheckpointCorruptError(f"{window.where}: the storage {key!r} is missing from the archive")
-        return directory.start_of(name), record.size, record.crc
+        return directory.start_of(name), record.file_size, record.CRC
 
     value = unpickle.load_tree(
         io.BytesIO(directory.read("data.pkl")), window.where, names=names, persistent=_storage_from_id
@@ -197,7 +197,7 @@ def _storage_from_id(pid: Any) -> Storage:
 
 def _open_legacy(window: Window, names: unpickle.Names) -> Archive:
     """Four pickles, a pickle with the storages' keys, then each storage: its number of elements and its bytes."""
-    stream = io.BufferedReader(_WindowStream(window))
+    stream = io.BufferedReader(WindowStream(window))
     for expected in (_LEGACY_MAGIC, _LEGACY_PROTOCOL):
         try:
             found = unpickle.load(stream, window.where)
@@ -233,32 +233,6 @@ def _open_legacy(window: Window, names: unpickle.Names) -> Archive:
         return extents[key]
 
     return Archive(window, value, extent)
-
-
-class _WindowStream(io.RawIOBase):
-    """A window as a file, for the unpickler."""
-
-    def __init__(self, window: Window) -> None:
-        self._window = window
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._window.length}[whence]
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        count = min(len(buffer), self._window.length - self._position)
-        if count > 0:
-            memoryview(buffer)[:count] = self._window.read(self._position, count)
-            self._position += count
-        return max(count, 0)
 
 
 # ------------------------------------------------------------------ names in torch's pickles

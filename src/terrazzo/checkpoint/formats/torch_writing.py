@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,11 +19,12 @@ from typing import Any, ClassVar, Final
 import torch
 
 from terrazzo._torch.saving import rebuild_parameter, rebuild_tensor, rebuild_typed
-from terrazzo.checkpoint.formats.zip_writing import ZipWriter
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.spans import strides_of
 from terrazzo.checkpoint.stores.base import Upload
 
+_ALIGNMENT: Final = 64  # of the contents, so that PyTorch can map a file into memory
+_TOGETHER: Final = 1 << 20  # bytes gathered before they are written
 # dtypes that have a storage class of their own; PyTorch writes the others as untyped storages.
 _STORAGES: Final[dict[torch.dtype, Any]] = {
     torch.float64: torch.DoubleStorage,
@@ -69,16 +72,57 @@ def write_archive(file: Upload, start: int, value: Any, folder: str = "archive")
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(value)
-    writer = ZipWriter(file, start, folder)
-    writer.add("data.pkl", stream.getbuffer())
-    writer.add("byteorder", b"little")
-    for key, tensor in enumerate(pickler.tensors):
-        if isinstance(tensor, PendingTensor):
-            writer.add_pieces(f"data/{key}", tensor.nbytes, tensor.pieces())
-        else:
-            writer.add(f"data/{key}", bytes_of(tensor))
-    writer.add("version", b"3\n")
-    return writer.finish()
+    sink = _Sink(file, start)
+    buffered = io.BufferedWriter(sink, _TOGETHER)
+    try:
+        with zipfile.ZipFile(buffered, "w") as archive:
+            _add(archive, f"{folder}/data.pkl", [stream.getbuffer()], len(stream.getbuffer()))
+            _add(archive, f"{folder}/byteorder", [b"little"], 6)
+            for key, tensor in enumerate(pickler.tensors):
+                pieces = tensor.pieces() if isinstance(tensor, PendingTensor) else [bytes_of(tensor)]
+                _add(archive, f"{folder}/data/{key}", pieces, tensor.nbytes)
+            _add(archive, f"{folder}/version", [b"3\n"], 2)
+        buffered.flush()
+    except BaseException:
+        sink.failed = True
+        raise
+    return sink.position
+
+
+def _add(archive: zipfile.ZipFile, name: str, pieces: Iterable[bytes | memoryview], size: int) -> None:
+    """Add a record of pieces, each of which is written before the next is asked for."""
+    record = zipfile.ZipInfo(name)  # with the same date always: equal contents give equal archives
+    record.file_size = size
+    large = size > zipfile.ZIP64_LIMIT
+    header = archive.fp.tell() + 30 + len(name.encode()) + 4 + (20 if large else 0)  # type: ignore[union-attr]
+    padding = -header % _ALIGNMENT
+    record.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
+    written = 0
+    with archive.open(record, "w", force_zip64=large) as file:
+        record.extra = b""  # the directory needs none
+        for piece in pieces:
+            written += file.write(piece)
+    if written != size:
+        raise ValueError(f"the record {name!r} should have {size} bytes, but got {written}")
+
+
+class _Sink(io.RawIOBase):
+    """An upload as a file that is written from one end to the other."""
+
+    def __init__(self, file: Upload, start: int) -> None:
+        self._file = file
+        self.position = start
+        self.failed = False  # what is still to be written is of no use
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if not self.failed:
+            self._file.write(self.position, [view])
+            self.position += len(view)
+        return len(view)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,31 +6,18 @@ archive's end is read here, not the records' contents.
 
 from __future__ import annotations
 
+import io
 import struct
+import zipfile
 import zlib
-from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 
-_END: Final = struct.Struct("<4s4H2LH")
-_END64: Final = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR64: Final = struct.Struct("<4sLQL")
-_CENTRAL: Final = struct.Struct("<4s6H3L5H2L")
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
-_LARGE: Final = 0xFFFFFFFF
 _WHOLE: Final = 64 << 10  # archives up to this size are read in one go
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One record: its size, its CRC-32 (0 if it was not computed), and the offset of its local header."""
-
-    size: int
-    crc: int
-    header: int
 
 
 class Window:
@@ -70,27 +57,62 @@ class Window:
         return bytes(data)
 
 
+class WindowStream(io.RawIOBase):
+    """A window as a file."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._window.length}[whence]
+        if base + offset < 0:
+            raise ValueError(f"byte {base + offset} is before the beginning")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(min(len(buffer), self._window.length - self._position), 0)
+        memoryview(buffer)[:count] = self._window.read(self._position, count)
+        self._position += count
+        return count
+
+
 class ZipDirectory:
     """The records of one archive by name, without the folder that all names of a `torch.save` archive begin with."""
 
     def __init__(self, window: Window) -> None:
         self._window = window
         self._starts: dict[str, int] = {}
+        self.records: dict[str, zipfile.ZipInfo] = {}
         try:
-            self.records = self._read_directory()
-        except (struct.error, IndexError, ValueError) as error:
-            raise CheckpointCorruptError(f"{window.where}: damaged zip directory ({error})") from error
+            with zipfile.ZipFile(io.BufferedReader(WindowStream(window))) as archive:
+                found = archive.infolist()
+        except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, OSError) as error:
+            raise CheckpointCorruptError(f"{window.where}: a damaged zip directory, or cut off ({error})") from error
+        for record in found:
+            if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
+                raise CheckpointFormatError(
+                    f"{window.where}: the record {record.filename!r} is compressed; torch.save does not do that"
+                )
+            self.records[record.filename.partition("/")[2] or record.filename] = record
 
     def start_of(self, name: str) -> int:
         """The offset of a record's contents, after its local header, which has its own length fields."""
         start = self._starts.get(name)
         if start is None:
             record = self.records[name]
-            header = _LOCAL.unpack(self._window.read(record.header, _LOCAL.size))
+            header = _LOCAL.unpack(self._window.read(record.header_offset, _LOCAL.size))
             if header[0] != b"PK\x03\x04":
                 raise CheckpointCorruptError(f"{self._window.where}: the record {name!r} is not where it should be")
-            start = record.header + _LOCAL.size + header[9] + header[10]
-            if start + record.size > self._window.length:
+            start = record.header_offset + _LOCAL.size + header[9] + header[10]
+            if start + record.file_size > self._window.length:
                 raise CheckpointCorruptError(f"{self._window.where}: the record {name!r} is cut off")
             self._starts[name] = start
         return start
@@ -102,67 +124,9 @@ class ZipDirectory:
             raise CheckpointFormatError(
                 f"{self._window.where}: a zip archive, but not of torch.save: it has no {name!r}"
             )
-        data = self._window.read(self.start_of(name), record.size)
-        if record.crc and zlib.crc32(data) != record.crc:
+        data = self._window.read(self.start_of(name), record.file_size)
+        if record.CRC and zlib.crc32(data) != record.CRC:
             raise CheckpointCorruptError(
                 f"{self._window.where}: the bytes of the record {name!r} are not the bytes that were written (CRC-32)"
             )
         return data
-
-    def _read_directory(self) -> dict[str, Record]:
-        count, size, offset = self._find_directory()
-        data = self._window.read(offset, size)
-        records: dict[str, Record] = {}
-        position = 0
-        for _ in range(count):
-            fields = _CENTRAL.unpack_from(data, position)
-            if fields[0] != b"PK\x01\x02":
-                raise ValueError("an entry has no signature")
-            method, crc, packed, unpacked = fields[4], fields[7], fields[8], fields[9]
-            name_length, extra_length, comment_length, header = fields[10], fields[11], fields[12], fields[16]
-            position += _CENTRAL.size
-            name = data[position : position + name_length].decode()
-            extra = data[position + name_length : position + name_length + extra_length]
-            position += name_length + extra_length + comment_length
-            unpacked, packed, header = _large_fields(extra, unpacked, packed, header)
-            if method != 0 or packed != unpacked:
-                raise CheckpointFormatError(
-                    f"{self._window.where}: the record {name!r} is compressed; torch.save does not do that"
-                )
-            records[name.partition("/")[2] or name] = Record(unpacked, crc, header)
-        return records
-
-    def _find_directory(self) -> tuple[int, int, int]:
-        """Number of entries, size and offset of the directory."""
-        length = self._window.length
-        tail_length = min(length, _END.size + _LOCATOR64.size + 0xFFFF)
-        tail = self._window.read(length - tail_length, tail_length)
-        end = tail.rfind(b"PK\x05\x06")
-        if end < 0:
-            raise CheckpointCorruptError(f"{self._window.where}: the zip directory at its end is missing; cut off?")
-        _, _, _, _, count, size, offset, _ = _END.unpack_from(tail, end)
-        locator = end - _LOCATOR64.size
-        if locator >= 0 and tail[locator : locator + 4] == b"PK\x06\x07":
-            where64 = _LOCATOR64.unpack_from(tail, locator)[2]
-            fields = _END64.unpack(self._window.read(where64, _END64.size))
-            if fields[0] != b"PK\x06\x06":
-                raise ValueError("the 64-bit end record has no signature")
-            count, size, offset = fields[7], fields[8], fields[9]
-        return count, size, offset
-
-
-def _large_fields(extra: bytes, unpacked: int, packed: int, header: int) -> tuple[int, int, int]:
-    """The 64-bit values of fields that refer to the extra field."""
-    values = [unpacked, packed, header]
-    position = 0
-    while position + 4 <= len(extra) and _LARGE in values:
-        kind, length = struct.unpack_from("<2H", extra, position)
-        if kind == 1:
-            at = position + 4
-            for i, value in enumerate(values):
-                if value == _LARGE:
-                    (values[i],) = struct.unpack_from("<Q", extra, at)
-                    at += 8
-            break
-        position += 4 + length
-    return values[0], values[1], values[2]
