@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from terrazzo.checkpoint.stateful import Stateful
     from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
     from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor
+    from terrazzo.checkpoint.tools.sealing import seal
     from terrazzo.checkpoint.tools.verify import verify
 
 __all__ = [
@@ -85,6 +86,7 @@ __all__ = [
     "load_state_dict",
     "save",
     "save_state_dict",
+    "seal",
     "verify",
 ]
 
@@ -122,6 +124,7 @@ __getattr__, __dir__ = late(
         "stateful": ["Stateful"],
         "storage": ["StorageReader", "StorageWriter", "WriteResult"],
         "tools.lazy": ["Checkpoint", "LazyTensor"],
+        "tools.sealing": ["seal"],
         "tools.verify": ["verify"],
     },
     ["state_dict", "stores"],

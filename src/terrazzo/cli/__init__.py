@@ -25,6 +25,7 @@ class _Commands(LazyGroup):
         "ls": Lazy("terrazzo.cli.inspect:list_values", "CHECKPOINT [PATTERN]", "what is in it"),
         "show": Lazy("terrazzo.cli.inspect:show", "CHECKPOINT NAME", "one value: shape, dtype, parts, some numbers"),
         "verify": Lazy("terrazzo.cli.inspect:verify_checkpoint", "CHECKPOINT", "is every byte the one that was saved?"),
+        "seal": Lazy("terrazzo.cli.inspect:seal_checkpoint", "CHECKPOINT", "write checksums beside another format's"),
         "diff": Lazy("terrazzo.cli.inspect:diff", "ONE OTHER", "what differs"),
         "view": Lazy("terrazzo.cli.view:view", "CHECKPOINT ...", "as one page; layouts, steps and runs, too"),
         "convert": Lazy("terrazzo.cli.convert:convert", "FROM TO", "to another format"),

@@ -11,6 +11,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ Tensors = dict[str, torch.Tensor]
 
 FILES = {"torch_save": "file.pt", "safetensors": "any.name"}
 """Formats of one file, and a name for it; the others are folders."""
+
+
+NO_SUMS = ("safetensors", "huggingface")
+"""Formats without checksums, of which `verify` can only check the structure."""
 
 
 def weights() -> Tensors:
@@ -132,11 +137,8 @@ def test_from_each_format_to_each(source: str, tmp_path: Path) -> None:
         convert(path, target, to, overwrite=True)
         assert list(compare(Checkpoint(path), Checkpoint(target))) == []
         assert [entry.name for entry in folder.iterdir()] == [target.name]
-        if to == "native":
+        with pytest.warns(UserWarning, match="structure") if to in NO_SUMS else nullcontext():
             assert verify(target) == []
-        else:
-            with pytest.raises(CheckpointFormatError, match="checksums"):
-                verify(target)
 
 
 def test_deepspeed_in_the_table(tmp_path: Path) -> None:

@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from terrazzo.checkpoint.formats.dcp_reader import DCPReader
     from terrazzo.checkpoint.formats.dcp_writer import DCPWriter
     from terrazzo.checkpoint.formats.deepspeed import DeepSpeedReader
-    from terrazzo.checkpoint.formats.format import Format, Found, Writing
+    from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
     from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader, HuggingFaceWriter
     from terrazzo.checkpoint.formats.registry import detect, register
     from terrazzo.checkpoint.formats.source import Source
     from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
 
 __all__ = [
+    "BoxReader",
+    "Checked",
     "DCPReader",
     "DCPWriter",
     "DeepSpeedReader",
@@ -25,7 +27,6 @@ __all__ = [
     "Found",
     "HuggingFaceReader",
     "HuggingFaceWriter",
-    "BoxReader",
     "Source",
     "TorchSaveReader",
     "Writing",
@@ -39,7 +40,7 @@ __getattr__, __dir__ = late(
         "dcp_reader": ["DCPReader"],
         "dcp_writer": ["DCPWriter"],
         "deepspeed": ["DeepSpeedReader"],
-        "format": ["Format", "Found", "Writing"],
+        "format": ["Checked", "Format", "Found", "Writing"],
         "huggingface": ["HuggingFaceReader", "HuggingFaceWriter"],
         "box_reader": ["BoxReader"],
         "registry": ["detect", "register"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -89,6 +89,19 @@ class Writing:
     only: str | None = None
 
 
+@dataclass(slots=True)
+class Checked:
+    """What `verify` found.
+
+    Attributes:
+        damage: all that is not as it was written.
+        unchecked: why more damage may be there; empty if every byte was compared with a checksum.
+    """
+
+    damage: list[Damage] = field(default_factory=list)
+    unchecked: str = ""
+
+
 class Format(abc.ABC):
     """A kind of checkpoints.
 
@@ -124,9 +137,11 @@ class Format(abc.ABC):
         """
         return None
 
-    def verify(self, place: Place, progress: Callable[[int], None]) -> list[Damage]:
-        """All damage of the checkpoint at a place that `find` returned, by its checksums."""
-        raise CheckpointFormatError(f"{place}: only checkpoints of terrazzo's own format have checksums")
+    def verify(self, place: Place, progress: Callable[[int], None]) -> Checked:
+        """All damage of the checkpoint at a place that `find` returned, as far as the format allows to find it."""
+        raise CheckpointFormatError(
+            f"{place}: checkpoints of the format {self.name} have no checksums; `terrazzo seal` writes some beside them"
+        )
 
     def __repr__(self) -> str:
         return f"<format {self.name}>"

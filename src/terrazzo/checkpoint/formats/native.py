@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from terrazzo.checkpoint.formats.format import Format, Found, Writing
+from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.listing import Listing
 from terrazzo.checkpoint.native import marker
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.listing import NativeListing
-from terrazzo.checkpoint.native.verify import Damage, verify_store
+from terrazzo.checkpoint.native.verify import verify_store
 from terrazzo.checkpoint.stores import Place
 
 if TYPE_CHECKING:
@@ -47,5 +47,5 @@ class Native(Format):
     def listing(self, place: Place) -> Listing:
         return NativeListing(place.store)
 
-    def verify(self, place: Place, progress: Callable[[int], None]) -> list[Damage]:
-        return verify_store(place.store, progress)
+    def verify(self, place: Place, progress: Callable[[int], None]) -> Checked:
+        return Checked(verify_store(place.store, progress))

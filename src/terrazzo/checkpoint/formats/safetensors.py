@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from terrazzo.checkpoint.formats.checking import check_file
 from terrazzo.checkpoint.formats.copying import check_absent, new_file
-from terrazzo.checkpoint.formats.format import Format, Found, Writing
+from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.huggingface.converting import WeightsSource
 from terrazzo.checkpoint.formats.huggingface.layout import lay_out
 from terrazzo.checkpoint.formats.huggingface.reader import HuggingFaceReader
@@ -23,6 +26,11 @@ class Safetensors(Format):
 
     def reader(self, place: Place) -> StorageReader:
         return HuggingFaceReader(place)
+
+    def verify(self, place: Place, progress: Callable[[int], None]) -> Checked:
+        checked = Checked()
+        check_file(checked, place.parent.store, place.name, progress)
+        return checked
 
     def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
         check_absent(target, how)

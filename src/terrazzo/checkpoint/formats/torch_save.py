@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from terrazzo.checkpoint.formats.checking import check_file
 from terrazzo.checkpoint.formats.copying import check_absent, new_file
-from terrazzo.checkpoint.formats.format import Format, Found, Writing
+from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.source import Source
 from terrazzo.checkpoint.formats.torch_archive import is_start_of_archive
 from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
@@ -29,6 +30,11 @@ class TorchSave(Format):
 
     def reader(self, place: Place) -> StorageReader:
         return TorchSaveReader(place)
+
+    def verify(self, place: Place, progress: Callable[[int], None]) -> Checked:
+        checked = Checked()
+        check_file(checked, place.parent.store, place.name, progress)
+        return checked
 
     def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
         check_absent(target, how)

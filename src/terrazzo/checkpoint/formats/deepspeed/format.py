@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from terrazzo.checkpoint.formats.checking import check_file
 from terrazzo.checkpoint.formats.deepspeed.from_checkpoint import write_deepspeed
-from terrazzo.checkpoint.formats.deepspeed.reader import DeepSpeedReader
-from terrazzo.checkpoint.formats.format import Format, Found, Writing
+from terrazzo.checkpoint.formats.deepspeed.reader import DeepSpeedReader, tag_folder
+from terrazzo.checkpoint.formats.deepspeed.universal import FOLDER, is_universal
+from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.source import Source
 from terrazzo.checkpoint.native.names import LATEST
 from terrazzo.checkpoint.storage import StorageReader
@@ -29,6 +31,20 @@ class DeepSpeed(Format):
 
     def reader(self, place: Place) -> StorageReader:
         return DeepSpeedReader(place)
+
+    def verify(self, place: Place, progress: Callable[[int], None]) -> Checked:
+        checked, folder = Checked(), tag_folder(place)
+        folders = [folder]
+        if is_universal(folder):
+            zero = folder / FOLDER
+            folders += [zero, *(zero / name for name in zero.store.folders())]
+        for each in folders:
+            for entry in each.store.list():
+                if entry.key.endswith(".pt"):
+                    check_file(checked, each.store, entry.key, progress)
+        if not checked.damage:
+            DeepSpeedReader(place).read_metadata()  # are all files there?
+        return checked
 
     def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
         write_deepspeed(Source(reader), target, how.stage, how.ranks, how.progress)
