@@ -7,6 +7,7 @@ import json
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from fsdp.compare import Model, apart, batches, loss_of, mine, shard_blocks
 from ranks import run_ranks
@@ -47,3 +48,23 @@ def check_trace(folder: str) -> None:
 
 def test_trace(tmp_path):
     run_ranks(2, check_trace, str(tmp_path))
+
+
+def check_profile() -> None:
+    """Operations of all groups are in a profile, also those of backward, which on accelerators has another thread."""
+    model = apart(shard_blocks(Model(), reshard_after_forward=True))
+    x, y = next(batches(1))
+    x, y = mine(x), mine(y)
+    for _ in range(3):
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            loss_of(model, x, y).backward()
+        counts = {each.key: each.count for each in found.key_averages()}
+        for group in ("blocks.0", "blocks.1", "blocks.2"):
+            for kind, times in (("gather", 2), ("copy out", 2), ("free", 2), ("reduce", 1), ("hand over", 1)):
+                assert counts[f"fully_shard: {kind} {group}"] == times, (kind, group)
+        loss_of(model, x, y).backward()
+
+
+@pytest.mark.on_late
+def test_profiles_name_operations_and_groups():
+    run_ranks(2, check_profile)

@@ -28,6 +28,10 @@ def number_of(node: Any) -> int:
     return node._sequence_nr()
 
 
+profiling: Callable[[], bool] = private(
+    "torch._C._autograd._profiler_enabled", "operations get names in a profile, and cost nothing without one"
+)
+
 _graph_task: Callable[[], int] = private(
     "torch._C._current_graph_task_id", "whether this thread is in a backward, its final callbacks included"
 )

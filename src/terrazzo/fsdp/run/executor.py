@@ -13,7 +13,9 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.profiler import record_function
 
+from terrazzo._torch.autograd import profiling
 from terrazzo.comm.watch import Watch
 from terrazzo.errors import CommError
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
@@ -93,7 +95,7 @@ class Executor:
             calls = tuple(call for each in operations if (call := self.call_of(each)) is not None)
             found = node.following[event] = (calls, self._node_of(state), operations)
         try:
-            if self.observers:
+            if self.observers or profiling():
                 self._run_observed(found[2])
             else:
                 for call in found[0]:
@@ -112,13 +114,19 @@ class Executor:
             began = perf_counter()
             call = self.call_of(each)
             if call is not None:
-                call()
+                with record_function(self._name_of(each)):
+                    call()
             if each.kind in (Kind.FREE, Kind.KEEP):
                 self._observe_writes(self._units[each.unit])
             if each.kind is Kind.GATHER:
                 each = replace(each, epoch=self._units[each.unit].gathered_epoch)
             for observer in self.observers:
                 observer.ran(each, began)
+
+    def _name_of(self, operation: Operation) -> str:
+        """The operation's name in a profile."""
+        unit = self._units.get(operation.unit)
+        return f"fully_shard: {operation.kind.value}{'' if unit is None else f' {unit.name}'}"
 
     def _observe_writes(self, unit: Unit) -> None:
         """Report writes to the shards since the last operation to observers."""
