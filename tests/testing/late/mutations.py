@@ -82,6 +82,7 @@ MUTATIONS = (
     _plan("wait STORE reduced", sharding.check_replicas_and_accumulation, world=4, superfluous=_SAME_STREAM),
     _plan("wait DISCARD gathered", sharding.check_gathers_that_are_given_up, superfluous=_WAITS_LATER),
     _plan("wait FOLLOW written"),
+    _plan("record written", sharding.check_writes_to_kept_parts, world=4),
     _plan("record gathered"),
     _plan("record copied"),
     _plan("record freed", sharding.check_writes_to_unsharded_parameters),
@@ -172,6 +173,13 @@ MUTATIONS = (
         sharding.check_hooks_on_reductions,
         "current.wait_stream(stream)",
         "pass",
+    ),
+    Mutation(
+        f"{_FSDP}.run.unit:Unit.was_written_since_forward",
+        sharding.check_writes_to_kept_parts,
+        "or any(kept is not None and kept.is_written for kept in self._kept)",
+        "",
+        world=4,
     ),
     Mutation(
         f"{_FSDP}.run.kept:Kept.receive",

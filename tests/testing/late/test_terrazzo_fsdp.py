@@ -80,7 +80,7 @@ def whole(x):
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def train(model, device, steps=2, micros=1, before=lambda model, last: None):
+def train(model, device, steps=2, micros=1, before=lambda model, last: None, between=lambda model: None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
@@ -88,6 +88,7 @@ def train(model, device, steps=2, micros=1, before=lambda model, last: None):
             before(model, micro == micros - 1)
             tokens = batch(device, step, micro)
             loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            between(model)
             loss.backward()
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -277,6 +278,16 @@ def check_some_blocks_stay_gathered(device):
     return train(sharded(device, reshard_after_forward=2), device)
 
 
+def check_writes_to_kept_parts(device):
+    """Between forward and backward, whose gathers have to wait for them."""
+
+    def write(model):
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 1.01
+
+    return train(sharded(device, reshard_after_forward=2), device, between=write)
+
+
 def check_offloaded_state_that_the_host_reads(device):
     """After a step the optimizer's state is in host memory, and may be read at once."""
     model, sums = sharded(device, offload_policy=CPUOffloadPolicy(parameters=False)), []
@@ -343,6 +354,7 @@ ON_REPLICAS = (
     check_coalesced_replicas,
     check_replicas_and_accumulation,
     check_some_blocks_stay_gathered,
+    check_writes_to_kept_parts,
 )
 
 

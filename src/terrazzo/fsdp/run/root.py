@@ -388,7 +388,7 @@ class Root:
             self._check_units()
         found = self._backward = Backward()
         self._show_unsharded()
-        if self.streams is not None and any(unit.params and unit.was_written_since_forward for unit in self.units):
+        if self.streams is not None and any(unit.params and unit.was_written_since_forward() for unit in self.units):
             self.executor.advance((Event.FOLLOW,))  # perhaps by an optimizer's step: gathers wait for it
         self.settle()
         self._follow_flags()

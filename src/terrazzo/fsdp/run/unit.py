@@ -516,7 +516,6 @@ class Unit:
             bucket.free()
         self._register([faces.get(id(p), p.sharded) for p in self.params])
 
-    @property
     def was_written_since_forward(self) -> bool:
         """Whether shards were written, or what is kept of them over a smaller mesh."""
         return self.epoch != self.gathered_epoch or any(kept is not None and kept.is_written for kept in self._kept)
