@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.comm import Axis, Pending, axis_of, collectives
 from terrazzo.comm import differentiable as d
 from terrazzo.errors import CommError
 from terrazzo.layout.box import Box
 from terrazzo.layout.chunking import chunk_sizes
+
+pytestmark = pytest.mark.on_late
 
 OPS = ("sum", "avg", "product", "max", "min")
 Value = Any  # a tensor, or in One a list of them
@@ -299,7 +301,7 @@ def derivatives(api: Any, program: Program, orders: int) -> list[tuple[Tensor, l
 
 
 def compare(names: Sequence[str]) -> None:
-    axis = axis_of(DeviceMesh("cpu", list(range(dist.get_world_size()))), 0)
+    axis = axis_of(DeviceMesh(device_type(), list(range(dist.get_world_size()))), 0)
     for name in names:
         many = derivatives(Many(axis), PROGRAMS[name], orders=3)
         one = derivatives(One(axis.size), PROGRAMS[name], orders=3)
@@ -332,7 +334,7 @@ def test_against_one_device(world: int, kind: str) -> None:
 
 
 def world_axis() -> Axis:
-    return axis_of(DeviceMesh("cpu", list(range(dist.get_world_size()))), 0)
+    return axis_of(DeviceMesh(device_type(), list(range(dist.get_world_size()))), 0)
 
 
 def nothing_on_one_rank() -> None:

@@ -10,6 +10,8 @@ import pytest
 from engine.deepspeed_cases import deepspeed_is_installed
 from ranks import run_fresh, run_ranks
 
+pytestmark = pytest.mark.on_late
+
 HERE = Path(__file__).parent
 IN_THE_SUITE = ["gpt", "lora", "experts_by_rank", "smallest", "smallest_half", "by_hand", "pipeline"]
 

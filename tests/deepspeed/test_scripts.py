@@ -14,10 +14,12 @@ from torch.utils.data import TensorDataset
 import terrazzo.deepspeed as deepspeed
 from engine.deepspeed_cases import deepspeed_is_installed
 from engine.runs import averaged, batches, config, loss_of, make_model, train_plainly
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.engine import placing
 from terrazzo.errors import EngineConfigError, EngineError, EngineValueError
 from terrazzo.tensor import DTensor
+
+pytestmark = pytest.mark.on_late
 
 STEPS = 5
 
@@ -176,7 +178,7 @@ def check_whole_tensors() -> None:
             utils.safe_set_full_grad(weight, torch.ones(3, 7))
 
         with deepspeed.zero.GatheredParameters([weight, named["head.bias"]], modifier_rank=1):
-            assert weight.data.numpy().shape == (3, 7) and engine.module.head.weight is weight
+            assert weight.data.cpu().numpy().shape == (3, 7) and engine.module.head.weight is weight
             if rank == 1:
                 nn.init.constant_(weight, 2.0)
                 engine.module.head.bias.data[1:] = 5.0
@@ -217,14 +219,14 @@ def check_around() -> None:
     model = make_model()
     passed = deepspeed.ops.adam.FusedAdam(model.parameters(), lr=0.5)
     rates = torch.optim.lr_scheduler.LambdaLR(passed, lambda step: 1 / (step + 1))
-    data = TensorDataset(torch.randn(11, 6), torch.randn(11, 3))
+    data = TensorDataset(torch.randn(11, 6, device="cpu"), torch.randn(11, 3, device="cpu"))
     engine, optimizer, loader, scheduler = deepspeed.initialize(
         model=model, optimizer=passed, lr_scheduler=rates, training_data=data, config=config(1)
     )
     assert optimizer.optimizer is passed and scheduler is rates
     seen = 0
     for a, b in loader:
-        engine.backward(loss_of(engine, a, b))
+        engine.backward(loss_of(engine, a.to(engine.device), b.to(engine.device)))
         engine.step()
         seen += len(a)
     assert seen == 6 and len(loader) == 2 and engine.get_lr() == [0.5 / 3]
@@ -250,7 +252,7 @@ def check_around() -> None:
     assert engine.get_lr() == [0.025, 0.1]
     engine.set_train_batch_size(16)
     assert engine.gradient_accumulation_steps() == 2 and engine.get_mom() == [(0.9, 0.999)] * 2
-    assert deepspeed.get_accelerator().device_name() == "cpu" and deepspeed.comm.get_rank() == dist.get_rank()
+    assert deepspeed.get_accelerator().device_name() == device_type() and deepspeed.comm.get_rank() == dist.get_rank()
     assert deepspeed.comm.get_all_ranks_from_group() == [0, 1]
 
 

@@ -16,6 +16,8 @@ from ranks import run_ranks
 from terrazzo.deepspeed.utils import zero_to_fp32
 from terrazzo.errors import CheckpointNotFoundError, UnsupportedValueError
 
+pytestmark = pytest.mark.on_late
+
 
 def make() -> nn.Module:
     torch.manual_seed(0)

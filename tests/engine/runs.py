@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo.engine import Engine, initialize
+
+M = TypeVar("M", bound=nn.Module)
 
 WIDTH, INPUTS, OUTPUTS, TOTAL = 7, 6, 3, 8  # 7 and 3 do not divide evenly
 
@@ -49,8 +51,19 @@ class Model(nn.Module):
 
 
 def make_model(seed: int = 0) -> Model:
+    return drawn(Model, seed)
+
+
+def drawn(make: Callable[..., M], seed: int = 0) -> M:
+    """A model on the default device, whose values are the same on all."""
     torch.manual_seed(seed)
-    return Model()
+    if torch.get_default_device().type == "cpu":
+        return make()
+    with torch.device("cpu"):
+        values = make().state_dict()
+    model = make()
+    model.load_state_dict(values)
+    return model
 
 
 def config(stage: int, **options: Any) -> dict[str, Any]:

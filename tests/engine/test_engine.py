@@ -8,10 +8,12 @@ from torch import nn
 
 import terrazzo
 from engine.runs import Model, averaged, batches, config, engine_of, loss_of, make_model, train, train_plainly, weights
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.engine import initialize
 from terrazzo.engine.placing import backends
 from terrazzo.errors import EngineConfigError, EngineError
+
+pytestmark = pytest.mark.on_late
 
 STEPS = 8
 
@@ -27,7 +29,7 @@ def check_stages() -> list[list[float]]:
             assert engine.global_steps == STEPS and engine.micro_steps == STEPS * accumulation
             assert (engine.train_batch_size(), engine.gradient_accumulation_steps()) == (8, accumulation)
             assert engine.train_micro_batch_size_per_gpu() == 8 // accumulation // engine.world_size
-            assert engine.device.type == "cpu" and engine.global_rank == engine.local_rank
+            assert engine.device.type == device_type() and engine.global_rank == engine.local_rank
             assert engine.get_lr() == [0.02] and 0 < engine.get_global_grad_norm() < 10
             assert engine.zero_optimization() is (stage > 0) and not engine.bfloat16_enabled()
             assert engine.global_samples == STEPS * 8 and engine.skipped_steps == 0
@@ -261,6 +263,7 @@ def check_sparse() -> None:
     torch.testing.assert_close(torch.tensor(losses[True]), torch.tensor(losses[False]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.cpu_only("sparse tensors")
 def test_sparse_embedding_gradients():
     run_ranks(2, check_sparse)
 

@@ -17,6 +17,8 @@ from terrazzo.engine.placing import gathered_together
 from terrazzo.errors import DivergedRanksError, EngineConfigError
 from terrazzo.fsdp import FSDPModule
 
+pytestmark = pytest.mark.on_late
+
 WIDTH, EXPERTS, STEPS, MICROS = 6, 4, 5, 2
 ADAM = {"lr": 0.01, "weight_decay": 0.1}
 
@@ -121,11 +123,11 @@ def check_training() -> None:
                         grad, alone = p.grad, expected[step]["gradients"][name]
                         assert (grad is None) == (alone is None), (stage, step, name)
                         if grad is not None:
-                            torch.testing.assert_close(grad.full_tensor(), alone, rtol=1e-5, atol=1e-6)
+                            torch.testing.assert_close(grad.full_tensor().to(alone.device), alone, rtol=1e-5, atol=1e-6)
                 engine.step()
             for name, p in engine.module.named_parameters():
                 alone = expected[step]["values"][name]
-                torch.testing.assert_close(p.detach().full_tensor(), alone, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(p.detach().full_tensor().to(alone.device), alone, rtol=1e-5, atol=1e-6)
 
 
 def test_ranks_that_use_different_experts_train_as_one_process():
@@ -233,6 +235,7 @@ def check_without() -> str:
     return str(caught.value)
 
 
+@pytest.mark.cpu_only("makes a group of gloo")
 def test_without_a_leaf_an_error_says_what_to_do():
     for outcome in run_fresh(2, check_without, timeout=60):
         assert outcome.ok, outcome

@@ -26,12 +26,14 @@ from torch.distributed.pipelining import (
 )
 from torch.utils.data import TensorDataset
 
-from engine.runs import INPUTS, OUTPUTS, TOTAL, WIDTH, Block, averaged, batches, config
-from ranks import run_fresh, run_ranks
+from engine.runs import INPUTS, OUTPUTS, TOTAL, WIDTH, Block, averaged, batches, config, drawn
+from ranks import device_type, run_fresh, run_ranks
 from terrazzo.checkpoint import Checkpoint, verify
 from terrazzo.engine import Engine, WarmupLR, initialize
 from terrazzo.errors import CheckpointMismatchError, CheckpointNotFoundError, EngineConfigError, EngineError, RankError
 from terrazzo.tensor import init_device_mesh
+
+pytestmark = pytest.mark.on_late
 
 STEPS, BEFORE = 4, 2
 SPLIT = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV)
@@ -56,8 +58,7 @@ class Chain(nn.Module):
 
 
 def whole(seed: int = 0) -> Chain:
-    torch.manual_seed(seed)
-    return Chain()
+    return drawn(Chain, seed)
 
 
 def part(model: Chain, index: int, count: int) -> Chain:
@@ -81,14 +82,14 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 def pipelined(depth: int, stage: int, schedule: Any = Schedule1F1B, seed: int = 0, **options: Any) -> Engine:
     """All ranks, in pipelines of `depth` ranks; schedules of several stages per rank get two."""
     ranks = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (depth, ranks // depth), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(device_type(), (depth, ranks // depth), mesh_dim_names=("pp", "dp"))
     per_rank = 1 if schedule in (ScheduleGPipe, Schedule1F1B) else 2
     count, here = depth * per_rank, mesh.get_local_rank("pp")
     mine = list(range(here, count, depth))
     if schedule in (ScheduleZBVZeroBubble, ScheduleDualPipeV):  # which go down the ranks and come back
         mine = [here, count - 1 - here]
     stages = [
-        PipelineStage(part(whole(seed), i, count), i, count, torch.device("cpu"), group=mesh.get_group("pp"))
+        PipelineStage(part(whole(seed), i, count), i, count, torch.device(device_type()), group=mesh.get_group("pp"))
         for i in mine
     ]
     options = {"gradient_accumulation_steps": depth, **options}
@@ -175,10 +176,10 @@ def test_every_stage_and_schedule_trains_like_one_process(world, depth, schedule
 
 
 def check_traced() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("pp", "dp"))
     split = {"blocks.2": SplitPoint.BEGINNING}
     pipe = pipeline(whole(), mb_args=(torch.zeros(TOTAL // 2, INPUTS),), split_spec=split)
-    stage = pipe.build_stage(mesh.get_local_rank("pp"), torch.device("cpu"), mesh.get_group("pp"))
+    stage = pipe.build_stage(mesh.get_local_rank("pp"), torch.device(device_type()), mesh.get_group("pp"))
     options = config(2, gradient_accumulation_steps=2)
     engine = initialize(stage, pipeline=ScheduleGPipe, loss_fn=loss_fn, mesh=mesh, config=options)
     close(train(engine, STEPS), train_plainly(STEPS)[0])
@@ -358,8 +359,7 @@ class Tied(Chain):
 
 
 def tied(seed: int = 0) -> Tied:
-    torch.manual_seed(seed)
-    return Tied()
+    return drawn(Tied, seed)
 
 
 def square_batches(steps: int, start: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -370,9 +370,11 @@ def square_batches(steps: int, start: int = 0) -> list[tuple[Tensor, Tensor]]:
 
 def tied_pipeline(stage: int, seed: int = 0) -> Engine:
     ranks = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(device_type(), (2, ranks // 2), mesh_dim_names=("pp", "dp"))
     here = mesh.get_local_rank("pp")
-    own = PipelineStage(part(tied(seed + here), here, 2), here, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    own = PipelineStage(
+        part(tied(seed + here), here, 2), here, 2, torch.device(device_type()), group=mesh.get_group("pp")
+    )
     options = config(stage, gradient_accumulation_steps=2)
     same = {"head.weight": "embed.weight"}
     return initialize(own, pipeline=Schedule1F1B, loss_fn=loss_fn, mesh=mesh, tied=same, config=options)
@@ -460,7 +462,7 @@ class Words(nn.Module):
 
 def check_sparse(folder: str) -> None:
     """In two param groups, of which the second stage has one only."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "dp"))
     here, data = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     tokens = torch.randint(0, 11, (5, 8, 3), generator=torch.Generator().manual_seed(3))
     target = torch.randn(5, 8, 3, 2, generator=torch.Generator().manual_seed(4))
@@ -474,7 +476,7 @@ def check_sparse(folder: str) -> None:
 
     options = config(0, sparse_gradients=True, gradient_accumulation_steps=2)
     del options["optimizer"], options["scheduler"]
-    stage = PipelineStage(module, here, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    stage = PipelineStage(module, here, 2, torch.device(device_type()), group=mesh.get_group("pp"))
     passed = {"pipeline": ScheduleGPipe, "loss_fn": loss_fn, "mesh": mesh, "config": options}
     engine, reference = initialize(stage, optimizer(module, 0.02), **passed), optimizer(plain, 0.02)
     for step, (x, y) in enumerate(zip(tokens, target, strict=True)):
@@ -492,6 +494,7 @@ def check_sparse(folder: str) -> None:
         assert engine.train_batch(x[own], target=y[own]).item() == pytest.approx(loss.item(), rel=1e-5)
 
 
+@pytest.mark.cpu_only("sparse tensors")
 def test_sparse_gradients_and_stages_with_some_of_the_param_groups(tmp_path):
     run_ranks(4, check_sparse, str(tmp_path))
     stored = Checkpoint(tmp_path / "global_step3").state_dict()
@@ -508,11 +511,11 @@ def test_sparse_gradients_and_stages_with_some_of_the_param_groups(tmp_path):
 def check_data_and_evaluation(folder: str) -> None:
     x = torch.randn(48, INPUTS, generator=torch.Generator().manual_seed(5))
     data = TensorDataset(x, x[:, :OUTPUTS].contiguous())
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "dp"))
     here = mesh.get_local_rank("pp")
 
     def build() -> Engine:
-        stage = PipelineStage(part(whole(), here, 2), here, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        stage = PipelineStage(part(whole(), here, 2), here, 2, torch.device(device_type()), group=mesh.get_group("pp"))
         options = config(1, gradient_accumulation_steps=2, train_batch_size=16)
         make = partial(ScheduleGPipe)
         return initialize(stage, training_data=data, pipeline=make, loss_fn=loss_fn, mesh=mesh, config=options)
@@ -547,11 +550,11 @@ def test_data_and_evaluation(tmp_path):
 
 
 def check_refusals() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("pp", "dp"))
     here = mesh.get_local_rank("pp")
 
     def stage(module: nn.Module, index: int = here, count: int = 2) -> PipelineStage:
-        return PipelineStage(module, index, count, torch.device("cpu"), group=mesh.get_group("pp"))
+        return PipelineStage(module, index, count, torch.device(device_type()), group=mesh.get_group("pp"))
 
     def build(model: Any, make: Any = ScheduleGPipe, loss: Any = loss_fn, **options: Any) -> Engine:
         return initialize(model, pipeline=make, loss_fn=loss, mesh=mesh, config=config(1, **options))
@@ -571,8 +574,8 @@ def check_refusals() -> None:
     with pytest.raises(EngineConfigError, match="pass the class of the schedule"):
         build(stage(own), ScheduleGPipe(stage(own), 1))
     with pytest.raises(EngineConfigError, match=rf"communicates with ranks \[{here}\].*get_group\('pp'\)"):
-        alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp")).get_group("dp")
-        build(PipelineStage(own, here, 2, torch.device("cpu"), group=alone))
+        alone = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("pp", "dp")).get_group("dp")
+        build(PipelineStage(own, here, 2, torch.device(device_type()), group=alone))
     with pytest.raises(EngineConfigError, match="hold each stage exactly once"):
         build(stage(own, 0, 3))
     with pytest.raises(EngineConfigError, match="not a PipelineStage"):
@@ -580,7 +583,7 @@ def check_refusals() -> None:
     with pytest.raises(EngineConfigError, match="not Linear|not str"):
         build("model")
     with pytest.raises(EngineConfigError, match="needs a dim named 'pp'"):
-        flat = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        flat = init_device_mesh(device_type(), (2,), mesh_dim_names=("dp",))
         initialize(stage(own), pipeline=ScheduleGPipe, loss_fn=loss_fn, mesh=flat, config=config(1))
     with pytest.raises(
         EngineConfigError, match="Schedule1F1B could not create a schedule of 1 stage and 1 micro-batches"

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import terrazzo
 from engine.runs import averaged, config, engine_of, make_model, train, train_plainly, weights
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointManager, PerRank, verify
 from terrazzo.engine import initialize
 from terrazzo.engine.content import content
@@ -26,6 +26,8 @@ from terrazzo.errors import (
     EngineError,
     StateNameError,
 )
+
+pytestmark = pytest.mark.on_late
 
 STEPS = 6
 BEFORE = 3
@@ -46,7 +48,7 @@ def resume(folder: str, stage: int, **options: object) -> list[float]:
     assert (
         client["epoch"] == 3
         and client.get("own", dist.get_rank()) == dist.get_rank()
-        and torch.equal(client["best"], torch.arange(3.0))
+        and client["best"].tolist() == [0, 1, 2]
     )
     assert (engine.global_steps, engine.global_samples) == (BEFORE, BEFORE * 8)
     assert engine.lr_scheduler.last_batch_iteration == BEFORE - 1
@@ -143,7 +145,8 @@ def check_log(folder: str) -> None:
     try:
         engine = engine_of(3)
         engine.save_checkpoint(folder, "all")
-        assert logged == ["frozen parameters: 2 on the CPU, 0 on accelerators"]
+        there = (2, 0) if device_type() == "cpu" else (0, 2)
+        assert logged == ["frozen parameters: {} on the CPU, {} on accelerators".format(*there)]
         engine.save_checkpoint(folder, "trained", exclude_frozen_parameters=True)
         assert len(logged) == 1
     finally:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from engine.runs import averaged, config
-from ranks import run_ranks
+from engine.runs import averaged, config, drawn
+from ranks import device_type, run_ranks
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.engine import Engine, WarmupLR, initialize
 from terrazzo.tensor import DTensor, Replicate, init_device_mesh
 from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+pytestmark = pytest.mark.on_late
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 13, 12, 4, 6, 8
 STEPS, BEFORE = 4, 2
@@ -57,8 +60,7 @@ class GPT(nn.Module):
 
 
 def gpt(seed: int = 0) -> GPT:
-    torch.manual_seed(seed)
-    return GPT()
+    return drawn(GPT, seed)
 
 
 def tokens(steps: int, start: int = 0) -> list[tuple[Tensor, Tensor]]:
@@ -81,7 +83,7 @@ def parallelize(model: nn.Module, mesh: object) -> nn.Module:
 
 
 def engine_of(shape: tuple[int, int], stage: int, seed: int = 0) -> Engine:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), shape, mesh_dim_names=("dp", "tp"))
     return initialize(parallelize(gpt(seed), mesh["tp"]), mesh=mesh, config=config(stage))
 
 
@@ -164,14 +166,14 @@ def stages_of_both(mesh: object, stage: int, seed: int) -> Engine:
     for name in ("norm", "head") if here == 0 else ("words", "places"):
         setattr(model, name, nn.Identity())
     module = parallelize(model, mesh["tp"])
-    pipelined = PipelineStage(module, here, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    pipelined = PipelineStage(module, here, 2, torch.device(device_type()), group=mesh.get_group("pp"))
     options = config(stage, gradient_accumulation_steps=2)
     return initialize(pipelined, pipeline=ScheduleGPipe, loss_fn=loss_fn, mesh=mesh, config=options)
 
 
 def check_with_pipeline(folder: str) -> None:
     expected = train_plainly(STEPS)[0]
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+    mesh = init_device_mesh(device_type(), (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
     for stage in (1, 3):
         engine = stages_of_both(mesh, stage, seed=0)
         assert (engine.dp_world_size, engine.mp_world_size) == (1, 4)

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from installed import needs
-from ranks import run_ranks
+from ranks import device_type, run_ranks
+
+pytestmark = pytest.mark.on_late
 
 needs("transformers")
 
@@ -84,6 +86,7 @@ def check_families(folder: str) -> None:
         check_family(family, folder)
 
 
+@pytest.mark.cpu_only("histograms of integers")
 def test_transformers_and_a_sharded_model_read_each_other(tmp_path: Path) -> None:
     run_ranks(2, check_families, str(tmp_path))
 
@@ -122,6 +125,7 @@ def joined(state: dict[str, torch.Tensor], pairs: int, grouped: bool) -> dict[st
 
 
 @pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.on_late
 def test_fused_projections(grouped: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -142,6 +146,8 @@ def test_fused_projections(grouped: bool, tmp_path: Path) -> None:
         assert all(torch.equal(tensor, expected[name]) for name, tensor in ours.named_parameters())
 
 
+@pytest.mark.cpu_only("histograms of integers")
+@pytest.mark.on_late
 def test_experts_that_the_model_has_one_by_one(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -225,7 +231,7 @@ def check_wrapping(folder: str) -> None:
     model.weight = nn.Parameter(Wrapping(torch.ones(2, 2)))
     with pytest.raises(UnsupportedValueError, match="weight: a Wrapping cannot be stored"):
         save_model(model, folder)
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh(device_type(), (1,))
     model.weight = nn.Parameter(DTensor.from_local(Wrapping(torch.ones(2, 2)), mesh, [Replicate()]))
     with pytest.raises(UnsupportedValueError, match="weight: a Wrapping cannot be stored"):
         save_model(model, folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import nn
 
-from ranks import run_ranks
+from ranks import device_type, run_ranks
+
+pytestmark = pytest.mark.on_late
 
 LAYOUTS = ("plain", "tp", "fsdp", "fsdp_tp")
 FORMATS = ("huggingface", "native", "dcp")
@@ -90,8 +93,8 @@ def build(kinds: list[str], seed: int, layout: str, device: str = "cpu") -> nn.M
     world = dist.get_world_size()
     model = nn.Module()
     two = layout == "fsdp_tp" and world == 4
-    meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) if two else None
-    mesh = meshes["tp"] if meshes is not None else init_device_mesh("cpu", (world,))
+    meshes = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp")) if two else None
+    mesh = meshes["tp"] if meshes is not None else init_device_mesh(device_type(), (world,))
     for n, kind in enumerate(kinds):
         for number, (name, tensor) in enumerate(tensors_of(kind, n, seed).items()):
             *path, last = name.split(".")

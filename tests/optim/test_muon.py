@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo.checkpoint as checkpoint
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from terrazzo.errors import OptimError
 from terrazzo.fsdp import fully_shard
 from terrazzo.optim import Muon
 from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.debug import CommDebugMode
+
+pytestmark = pytest.mark.on_late
 
 SHAPES = [(8, 8), (7, 3), (3, 10), (2, 5), (12, 4)]
 OPTIONS = [{}, {"lr": 0.02, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.3, "ns_steps": 3}]
@@ -65,8 +67,8 @@ def equals(model: Matrices, wanted: list[Tensor]) -> None:
 
 def check_fully_shard() -> None:
     """In one dim and with replicas, along dim 0 and 1, alone and with tensor parallelism below."""
-    flat = init_device_mesh("cpu", (4,))
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    flat = init_device_mesh(device_type(), (4,))
+    square = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     for mesh, tp, placement in [
         (flat, None, None),
         (flat, None, lambda p: Shard(1)),
@@ -91,7 +93,7 @@ def test_fully_shard():
 
 def check_other_tensors() -> None:
     """Tensor parallelism alone, replicas, and plain parameters beside them in one group."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     model = Matrices()
     placements = [Shard(0), Shard(1), Replicate(), None, Shard(0)]
     for i, (p, placement) in enumerate(zip(list(model.all), placements, strict=True)):
@@ -122,7 +124,7 @@ def test_other_tensors():
 
 def check_messages() -> None:
     """Two for a group, however many matrices it has."""
-    model = fully_shard(Matrices(), mesh=init_device_mesh("cpu", (4,)))
+    model = fully_shard(Matrices(), mesh=init_device_mesh(device_type(), (4,)))
     optimizer = Muon(model.parameters())
     model(gradients(0)).backward()
     with CommDebugMode() as mode:
@@ -136,14 +138,14 @@ def test_messages():
 
 def check_state(folder: str) -> None:
     """Saved by shards in one dim, loaded into shards in two: training goes on as on one device."""
-    model = fully_shard(Matrices(), mesh=init_device_mesh("cpu", (4,)))
+    model = fully_shard(Matrices(), mesh=init_device_mesh(device_type(), (4,)))
     optimizer = Muon(model.parameters(), lr=0.05)
     train(model, optimizer)
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     assert all(isinstance(s["momentum_buffer"], DTensor) for s in state["optimizer"]["state"].values())
     checkpoint.save(state, checkpoint_id=folder)
 
-    square = init_device_mesh("cpu", (2, 2))
+    square = init_device_mesh(device_type(), (2, 2))
     other = fully_shard(Matrices(), mesh=square, shard_placement_fn=lambda p: Shard(1))
     resumed = Muon(other.parameters(), lr=0.01)
     state = {"model": other.state_dict(), "optimizer": get_optimizer_state_dict(other, resumed)}
@@ -164,7 +166,7 @@ def check_training() -> None:
     model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6))
     reference = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6))
     reference.load_state_dict(model.state_dict())
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh(device_type(), (2,)))
     rank = torch.distributed.get_rank()
     for step in range(4):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))

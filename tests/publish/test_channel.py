@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from publish import worlds
-from ranks import run_fresh, run_ranks
+from ranks import device_type, run_fresh, run_ranks
 from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.errors import CommError, CommTimeout, PublishValueError
 from terrazzo.publish import Channel, Publisher, Receiver
@@ -30,6 +30,8 @@ from terrazzo.publish.gate import SECRET
 from terrazzo.publish.to_channel import Request
 from terrazzo.publish.transfer import Wanted
 from terrazzo.tensor import DTensor, Shard, distribute_tensor
+
+pytestmark = pytest.mark.on_late
 
 SHORT = timedelta(seconds=20)
 
@@ -116,7 +118,7 @@ def both_sides(to):
     """Ranks 2 and 3 publish, ranks 0 and 1 receive."""
     rank = torch.distributed.get_rank()
     groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3])]
+    meshes = [DeviceMesh(device_type(), ranks) for ranks in ([0, 1], [2, 3])]
     for step in range(3):
         whole = torch.arange(35.0).view(7, 5) + step
         if rank < 2:

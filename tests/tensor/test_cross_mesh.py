@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from terrazzo.layout import Box, Layout, Placement, Replicate, Shard
 from terrazzo.tensor.cross_mesh import Transfer, boxes_by_rank, plan_transfer
 
+pytestmark = pytest.mark.on_late
+
 
 @dataclass(frozen=True, eq=False)
 class Ranks:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.tensor import (
     DTensor,
@@ -35,15 +35,17 @@ from terrazzo.tensor import (
 )
 from terrazzo.tensor.debug import CommDebugMode
 
+pytestmark = pytest.mark.on_late
+
 R, P, S0 = Replicate(), Partial(), Shard(0)
 
 
 def line():
-    return init_device_mesh("cpu", (4,))
+    return init_device_mesh(device_type(), (4,))
 
 
 def square():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    return init_device_mesh(device_type(), (2, 2), mesh_dim_names=("a", "b"))
 
 
 def everywhere(shape):
@@ -135,7 +137,7 @@ def placed_gradients_and_types() -> None:
 
     from terrazzo import tensor as ours
 
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     rank = dist.get_rank()
     for placements, grad_placements in (([R], [P]), ([R], None), ([P], [P]), ([P], None), ([S0], None)):
         found = []
@@ -642,7 +644,7 @@ def reading() -> None:
 
 def formatting() -> None:
     """One rank alone: a rank that waited for the others here would wait until the time limit."""
-    mesh, part = init_device_mesh("cpu", (2, 2)), DeviceMesh("cpu", [1, 2])
+    mesh, part = init_device_mesh(device_type(), (2, 2)), DeviceMesh(device_type(), [1, 2])
     x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0), R])
     total, known = x.sum(), x.sum().redistribute()
     apart = distribute_tensor(torch.tensor(1.5), part, [R])
@@ -790,6 +792,7 @@ def indices_out_of_bounds() -> None:
         assert distribute_tensor(few, mesh, [placement])[[0, 5], 0:0].shape == few[[0, 5], 0:0].shape
 
 
+@pytest.mark.cpu_only("an accelerator finds out later")
 def test_indices_that_no_rank_owns_are_refused() -> None:
     run_ranks(4, indices_out_of_bounds)
 
@@ -798,7 +801,7 @@ def test_indices_that_no_rank_owns_are_refused() -> None:
 
 
 def many_threads() -> None:
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh(device_type(), (1,))
     failures: list[object] = []
 
     def work(seed: int) -> None:
@@ -829,7 +832,7 @@ def test_threads_share_the_plans() -> None:
 def many_shapes() -> None:
     from terrazzo.tensor.dispatch import keys
 
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh(device_type(), (1,))
     limit, keys.ROUTE_LIMIT = keys.ROUTE_LIMIT, 64
     try:
         for n in range(1, 200):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ranks import run_fresh, run_ranks
+from ranks import device_type, run_fresh, run_ranks
 from terrazzo.errors import RandomStateError
 from terrazzo.tensor import (
     DTensor,
@@ -33,12 +33,14 @@ from terrazzo.tensor import (
 )
 from tests.tensor.sweep.placing import distribute
 
+pytestmark = pytest.mark.on_late
+
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 MANY = 1 << 18
 
 
 def line() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    return init_device_mesh(device_type(), (dist.get_world_size(),))
 
 
 def of(plain: torch.Tensor, placement: Placement | None = None) -> DTensor:
@@ -201,6 +203,7 @@ def parameters_that_do_not_exist() -> None:
         assert str(found.value).splitlines()[0] == str(expected.value).splitlines()[0]
 
 
+@pytest.mark.cpu_only("an accelerator finds out later")
 def test_parameters_that_do_not_exist_raise_what_pytorch_raises() -> None:
     run_ranks(1, parameters_that_do_not_exist)
 
@@ -314,6 +317,7 @@ def memory(device_pieces: bool) -> None:
         counter.PIECE = 1 << 16
 
 
+@pytest.mark.cpu_only("memory of the CPU's kernels")
 @pytest.mark.parametrize("device_pieces", [False, True])
 def test_memory(device_pieces: bool) -> None:
     """A draw needs its result and 12 bytes for each element of a piece, and what the distribution makes of these."""
@@ -380,6 +384,7 @@ def draw_quietly(draw: Callable[[], Any]) -> Any:
             pass
 
 
+@pytest.mark.cpu_only("draws from the CPU's generator")
 def test_generators_that_drifted_apart_are_reported() -> None:
     for outcome in run_fresh(2, drifted, timeout=120):  # not those of other tests, which would hear of it later
         assert outcome.ok, outcome
@@ -387,7 +392,7 @@ def test_generators_that_drifted_apart_are_reported() -> None:
 
 def drawn_alone() -> None:
     """Ranks draw on their own meshes as often as they like, and nobody waits for those who do not draw at all."""
-    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
+    whole = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("stage", "data"))
     stage, rank = whole["data"], dist.get_rank()
     torch.manual_seed(77 + rank // 2)
     for _ in range(generator_check.EVERY * (1 + rank // 2) + 3):

@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.comm import CommEvent, add_observer, remove_observer
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Placement
 from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.convert import redistribute
+
+pytestmark = pytest.mark.on_late
 
 R, P = Replicate(), Partial()
 
@@ -63,14 +65,14 @@ def check_pair(mesh, shape, src, dst, dtype=torch.float64) -> None:
 
 
 def pairs_on_a_line() -> None:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh(device_type(), (4,))
     for shape in [(8, 4), (5, 6), (2, 3)]:
         for src, dst in product([R, Shard(0), Shard(1), P], repeat=2):
             check_pair(mesh, shape, [src], [dst])
 
 
 def pairs_on_a_square() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     choices = [[R, R], [Shard(0), R], [R, Shard(1)], [Shard(0), Shard(0)], [Shard(1), Shard(0)], [P, Shard(0)], [P, P]]
     for src, dst in product(choices, repeat=2):
         check_pair(mesh, (5, 3), src, dst)
@@ -85,7 +87,7 @@ def test_every_pair_on_a_square() -> None:
 
 
 def other_reductions() -> None:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh(device_type(), (4,))
     rank = dist.get_rank()
     local = torch.arange(6.0).reshape(2, 3) + rank
     every = torch.stack([torch.arange(6.0).reshape(2, 3) + r for r in range(4)])
@@ -117,7 +119,7 @@ def events_of(run) -> list[CommEvent]:
 
 
 def bytes_moved() -> None:
-    mesh, line = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+    mesh, line = init_device_mesh(device_type(), (2, 2)), init_device_mesh(device_type(), (4,))
     whole = torch.randn(8, 8)
     size = whole.numel() * 4
 
@@ -141,7 +143,7 @@ def test_the_fewest_bytes_move() -> None:
 
 
 def explicit_order() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (2, 2))
     whole = torch.arange(10.0).reshape(10, 1)
     x = distribute_tensor(whole, mesh, [Shard(0), Shard(0)]).requires_grad_()
     y = redistribute(x, None, [Shard(0), Shard(0)], order=(1, 0))
@@ -158,7 +160,7 @@ def test_shards_of_one_dim_in_another_order() -> None:
 
 
 def in_the_background() -> None:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh(device_type(), (4,))
     whole = torch.randn(5, 4, dtype=torch.float64)
     for src, dst in product([Shard(0), Shard(1), P], [R, Shard(0), Shard(1)]):
         x = placed(whole, mesh, [src]).requires_grad_()
@@ -176,8 +178,8 @@ def test_async_redistribution() -> None:
 def across_meshes() -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
-    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-    pair, rest = DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [3, 0])
+    line, square = init_device_mesh(device_type(), (4,)), init_device_mesh(device_type(), (2, 2))
+    pair, rest = DeviceMesh(device_type(), [1, 2]), DeviceMesh(device_type(), [3, 0])
     whole = torch.randn(5, 6, dtype=torch.float64)
     weight = torch.randn(5, 6, dtype=torch.float64)
     rank = dist.get_rank()
@@ -214,7 +216,7 @@ def test_redistribution_across_meshes() -> None:
 
 
 def refusals() -> None:
-    mesh, other = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    mesh, other = init_device_mesh(device_type(), (4,)), init_device_mesh(device_type(), (2, 2))
     x, y = distribute_tensor(torch.ones(4), mesh, [Shard(0)]), distribute_tensor(torch.ones(4), other, [R, R])
     with pytest.raises(DTensorError, match="different meshes"):
         x + y
@@ -229,7 +231,7 @@ def test_what_cannot_be_is_refused() -> None:
 def outside_the_mesh() -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
-    everyone, pair = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", [0, 1])
+    everyone, pair = init_device_mesh(device_type(), (4,)), DeviceMesh(device_type(), [0, 1])
     whole = torch.randn(6, 4)
     x = distribute_tensor(whole, everyone, [Shard(0)]).redistribute(pair, [Shard(0)])
     # The same program everywhere; the ranks outside hold nothing and are in nobody's way.

@@ -9,12 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.errors import DTensorError
 from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.debug import CommDebugMode
 from terrazzo.tensor.experimental import context_parallel, context_parallel_unshard
 from terrazzo.tensor.experimental.ring_attention import TILE_ROWS, _tiles, head_tail
+
+pytestmark = pytest.mark.on_late
 
 
 def make(*shapes, dtype=torch.float32, seed=0):
@@ -36,7 +38,7 @@ def close(actual, expected, dtype):
 
 
 def check_plain(world):
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(device_type(), (world,))
     cases = [
         (torch.float32, True, (2, 3, 8 * world, 5), (2, 3, 8 * world, 5), {}),
         (torch.float32, False, (2, 3, 2 * world, 5), (2, 3, 6 * world, 5), {"scale": 0.3}),
@@ -64,8 +66,8 @@ def check_plain(world):
 
 
 def check_distributed():
-    mesh = init_device_mesh("cpu", (4,))
-    square = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device_type(), (4,))
+    square = init_device_mesh(device_type(), (2, 2))
     cases = [
         (mesh, [Shard(2)], (2, 2, 7, 4), (2, 2, 7, 4), True, {}),
         (mesh, [Shard(2)], (1, 2, 5, 4), (1, 2, 9, 4), False, {}),
@@ -112,7 +114,7 @@ class Block(nn.Module):
 
 def check_in_models():
     """Attention called by another name, from PyTorch's own modules, and again in backward."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     torch.manual_seed(0)
     model = Block().double()
     (x, weight) = make((2, 8, 8), (2, 8, 8), dtype=torch.float64)
@@ -145,7 +147,7 @@ class LargestTensor(TorchDispatchMode):
 
 def check_memory(world):
     """The largest tensor and what backward keeps fall with the ranks; no rank makes the whole score matrix."""
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(device_type(), (world,))
     length, heads, features = 2048, 2, 8
     q, k, v = make(*[(1, heads, length, features)] * 3)
     kept = []
@@ -164,8 +166,8 @@ def check_memory(world):
 
 
 def check_refusals():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    square = init_device_mesh("cpu", (2, 1))
+    mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("cp",))
+    square = init_device_mesh(device_type(), (2, 1))
     x = torch.ones(2, 8)
 
     def entering(match, on=mesh, **kwargs):
@@ -206,10 +208,11 @@ def check_refusals():
 
 
 def check_autocast():
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device_type(), (2,))
     q, k, v = make(*[(1, 2, 8, 4)] * 3)
     expected = F.scaled_dot_product_attention(*(t.bfloat16() for t in (q, k, v)), is_causal=True)
-    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]), torch.autocast("cpu", torch.bfloat16):
+    half = torch.autocast(device_type(), torch.bfloat16)
+    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]), half:
         out = F.scaled_dot_product_attention(q.requires_grad_(), k, v, is_causal=True)
         out.sum().backward()
         assert q.grad.dtype == torch.float32

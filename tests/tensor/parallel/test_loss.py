@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.errors import MixedTensorError
 from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.debug import CommDebugMode
 from terrazzo.tensor.parallel import loss_parallel
+
+pytestmark = pytest.mark.on_late
 
 R = Replicate()
 
@@ -41,7 +43,7 @@ MORE: list[tuple[Any, ...]] = [
 def differences(layout: tuple[Any, ...], dtype: torch.dtype = torch.float64) -> dict[Any, float]:
     """For every option the largest difference of the value and of first and second derivatives."""
     shape, mesh_shape, placements, target_placements = layout
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = init_device_mesh(device_type(), mesh_shape)
     dim = 1 if len(shape) > 1 else 0
     classes, samples = shape[dim], [n for d, n in enumerate(shape) if d != dim]
     logits = torch.randn(shape, dtype=dtype) * 3
@@ -92,7 +94,7 @@ def test_every_option_with_gradients_of_both_orders(layout):
 
 
 def placements_and_bytes() -> None:
-    mesh, plane = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    mesh, plane = init_device_mesh(device_type(), (4,)), init_device_mesh(device_type(), (2, 2))
     logits, target = torch.randn(64, 512), torch.randint(0, 512, (64,))
     x = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
     with CommDebugMode() as seen, loss_parallel():
@@ -119,12 +121,13 @@ def placements_and_bytes() -> None:
         assert torch.equal(F.cross_entropy(logits, target), F.cross_entropy(logits, target))
 
 
+@pytest.mark.cpu_only("an accelerator finds out later")
 def test_placements_bytes_and_refusals():
     run_ranks(4, placements_and_bytes)
 
 
 def precision() -> None:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh(device_type(), (4,))
     logits, target = torch.randn(16, 40) * 4, torch.randint(0, 40, (16,))
     logits[0, 3] = float("-inf")
     target[0] = 5
@@ -136,7 +139,7 @@ def precision() -> None:
             loss.backward()
             assert loss.dtype is dtype and x.grad.dtype is dtype and x.grad.full_tensor().isfinite().all()
             assert abs(loss.full_tensor().float() - exact) < 0.03
-            with torch.autocast("cpu", dtype):
+            with torch.autocast(device_type(), dtype):
                 assert F.cross_entropy(x, target).dtype is torch.float32
 
 

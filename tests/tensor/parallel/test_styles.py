@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.errors import DTensorError, ParallelPlanError, UnsupportedModuleError
 from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.debug import CommDebugMode
@@ -29,11 +29,13 @@ from terrazzo.tensor.parallel import (
 from tests.tensor.models import GPT, MLP, batch_of_words, whole, worst_difference
 from tests.tensor.test_gpt import plain_tensor_parallel, sequence_parallel
 
+pytestmark = pytest.mark.on_late
+
 R = Replicate()
 
 
 def mesh_of(*shape: int) -> Any:
-    return init_device_mesh("cpu", shape or (4,), mesh_dim_names=("dp", "tp")[-max(len(shape), 1) :])
+    return init_device_mesh(device_type(), shape or (4,), mesh_dim_names=("dp", "tp")[-max(len(shape), 1) :])
 
 
 def same(mine: Any, expected: torch.Tensor) -> None:
