@@ -414,8 +414,7 @@ class _Planner:
                 waits=waits,
                 records=finished,
             )
-            if packed:
-                self._emit(Kind.RELEASE, unit, gives=packed, waits=(finished,))
+            self._emit(Kind.RELEASE, unit, gives=packed, waits=(finished,))
             return
         self._emit(
             Kind.FINISH,

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from terrazzo.fsdp.run.comm import Comm, empty_to_reduce, ways_to_reduce
 from terrazzo.fsdp.run.division import Division, Ways, division_of
 from terrazzo.fsdp.settings import AllReduceHook, Options
 
+_MOST_FLATS = 16  # combinations of parameters with room whose plans are kept
 _ALIGNMENT = 128  # bytes; what backends of accelerators reduce fastest
 
 
@@ -59,28 +60,34 @@ class _Flat:
             counts[own] += others[-other.plan.extra :][: len(own)]
 
 
+class _Running(NamedTuple):
+    """A reduction that runs: what it has at its present stage."""
+
+    flat: _Flat
+    missing: list[int]  # indices of parameters without a gradient on this rank
+    packed: Tensor | None = None  # the buffer with all of them
+    unpacked: tuple[list[Tensor], Tensor | None] | None = None  # gradients that are reduced in place
+    division: Division = Division()
+    pending: Pending[Tensor] | None = None  # the collective that runs
+    reduced: Tensor | None = None
+    reached: tuple[Tensor, Any] | None = None  # the last elements, and the event after which the host has them
+
+
 class Gradients:
     """The gradients of one bucket, from backward to the sharded parameters."""
 
     def __init__(self, bucket: Bucket, options: Options) -> None:
         self.bucket = bucket
         self.options = options
-        self._next: _Flat | None = None  # of the next reduction, if nothing changes before
-        self._flat: _Flat | None = None  # of the reduction that runs
+        self._flats: dict[tuple[ShardedParameter, ...], _Flat] = {}  # of reductions, by the parameters with room
+        self._running: _Running | None = None
         self._accumulated: dict[ShardedParameter, Tensor] = {}  # sums in the reduce dtype that are not reduced yet
         self.waiting = False  # whether ranks may have gradients of earlier backwards that are not reduced yet
         self._frozen: set[ShardedParameter] = set()  # of the frozen parameters those that may have such gradients
-        self._packed: Tensor | None = None
-        self._unpacked: tuple[list[Tensor], Tensor | None] | None = None  # gradients that are reduced in place
-        self._pending: Pending[Tensor] | None = None
-        self._reduced: Tensor | None = None
         # Reduced over the shard axis, not yet over the replicas; and how it was divided.
         self._partial: tuple[_Flat, Tensor, Division] | None = None
-        self._held: list[Tensor] = []  # inputs of a running all-reduce
-        self._missing: list[int] = []  # indices of parameters without a gradient on this rank
-        self._division = Division()
-        # The section's last elements, and the event after which they are on the host.
-        self._reached: tuple[Tensor, Any] | None = None
+        # What streams beside read: freed when the compute stream has waited for them.
+        self._held: list[Tensor] = []
         self._copied: Any = None  # the event after which gradients are on the CPU
 
     # ------------------------------------------------------------------ sizes
@@ -158,7 +165,10 @@ class Gradients:
         params = tuple([p for p in self.bucket.params if p.requires_grad or p in self._frozen or p in partial])
         if not params:
             return None
-        if self._next is None or self._next.params != params:
+        found = self._flats.get(params)
+        if found is None:
+            if len(self._flats) >= _MOST_FLATS:
+                self._flats.clear()
             mesh = self.bucket.settings.mesh
             extra = len(params) if mesh.size > 1 else 0
             plan = self.bucket.plan_over(mesh.shard, params, extra)
@@ -167,12 +177,12 @@ class Gradients:
                 extra += (_ALIGNMENT - rest) // self.dtype.itemsize
                 plan = self.bucket.plan_over(mesh.shard, params, extra)
             suits = InPlace.suits(plan, mesh.shard, self.dtype.itemsize)
-            self._next = _Flat(params, plan, InPlace(plan, self.dtype.itemsize) if suits else None)
-        return self._next
+            found = self._flats[params] = _Flat(params, plan, InPlace(plan, self.dtype.itemsize) if suits else None)
+        return found
 
     def replan(self) -> None:
         """Make the plan again, because the bucket's sections have changed."""
-        self._next = None
+        self._flats.clear()
 
     def note_frozen(self, param: ShardedParameter, in_backward: bool) -> None:
         """Leave room for a parameter that was frozen now, until the gradients that it may have are reduced.
@@ -217,13 +227,13 @@ class Gradients:
                 else:
                     known.add_(grad)
 
-    def _take(self) -> list[Tensor | None]:
+    def _take(self) -> tuple[_Flat | None, list[Tensor | None]]:
         """Begin a reduction: take the gradients of its parameters, with those that were accumulated."""
-        self._flat = self._flat_now()
+        flat = self._flat_now()
         self._frozen.clear()
         self.waiting = False
         grads: list[Tensor | None] = []
-        for param in () if self._flat is None else self._flat.params:
+        for param in () if flat is None else flat.params:
             local = param.unsharded_local
             grad = local.grad
             if grad is not None:
@@ -234,7 +244,7 @@ class Gradients:
                 known = self._accumulated.pop(param)
                 grad = known if grad is None else known.add_(grad)
             grads.append(grad)
-        return grads
+        return flat, grads
 
     def take_over(self, former: Sequence[Gradients]) -> None:
         """Take what others, which had these parameters before, have not reduced yet."""
@@ -250,59 +260,50 @@ class Gradients:
 
     def pack(self) -> None:
         """Copy the gradients into the buffer of the reduction, unless they are reduced in place."""
-        if self.plan() is None:
+        flat, grads = self._take()
+        if flat is None:
             return
-        wholes, reached = self._collect()
-        assert self._flat is not None
-        plan = self._flat.plan
-        if self._flat.in_place is not None and self.options.usual:
-            self._unpacked = [whole.to(self.dtype) for whole in wholes], reached
-            return
-        mesh = self.bucket.settings.mesh
-        self._packed = empty_to_reduce(self.options, plan.total, self.dtype, mesh.device, self.reduce_axis)
-        plan.pack(wholes, self._packed, reached)
-
-    def _collect(self) -> tuple[list[Tensor], Tensor | None]:
-        """The gradients of all parameters that have room, zeros for missing ones, and the elements that say which
-        exist."""
-        grads = self._take()
-        flat = self._flat
-        assert flat is not None
         if any(grad is not None and grad.requires_grad for grad in grads):
             remark_on_graph()
-        device = self.bucket.settings.mesh.device
-        self._missing = [i for i, grad in enumerate(grads) if grad is None]
+        plan, device = flat.plan, self.bucket.settings.mesh.device
+        running = _Running(flat, [i for i, grad in enumerate(grads) if grad is None])
         wholes = [
             torch.zeros(param.shape, dtype=self.dtype, device=device) if grad is None else grad
             for param, grad in zip(flat.params, grads, strict=True)
         ]
-        reached = None
-        if flat.plan.extra:
-            reached = torch.ones(flat.plan.extra, dtype=self.dtype, device=device)
-            if self._missing:
-                reached[self._missing] = 0
-        return wholes, reached
+        reached = None  # the elements that say which gradients exist
+        if plan.extra:
+            reached = torch.ones(plan.extra, dtype=self.dtype, device=device)
+            if running.missing:
+                reached[running.missing] = 0
+        if flat.in_place is not None and self.options.usual:
+            self._running = running._replace(unpacked=([whole.to(self.dtype) for whole in wholes], reached))
+            return
+        packed = empty_to_reduce(self.options, plan.total, self.dtype, device, self.reduce_axis)
+        plan.pack(wholes, packed, reached)
+        self._running = running._replace(packed=packed)
 
     def reduce(self, comm: Comm) -> None:
         """Start the reduce-scatter."""
-        flat, packed = self._flat, self._packed
-        if flat is None:
+        running = self._running
+        if running is None:
             return
-        if self._unpacked is not None and flat.in_place is not None:
-            (wholes, reached), self._unpacked = self._unpacked, None
-            division = self._decide(wholes[0], flat.plan)
+        flat, packed, axis, tag = running.flat, running.packed, self.reduce_axis, self.bucket.tag + 1
+        if running.unpacked is not None and flat.in_place is not None:
+            wholes, reached = running.unpacked
+            division = self._division_of(wholes[0], flat.plan)
             if division.before is not None:
                 wholes = list(torch._foreach_div(wholes, division.before))
             op = division.shards
             assert isinstance(op, str)
-            self._pending = flat.in_place.reduce(wholes, reached, self.reduce_axis, op, self.bucket.tag + 1)
-            return
-        if packed is None:
-            return
-        division = self._decide(packed, flat.plan)
-        if division.before is not None:
-            packed.div_(division.before)
-        self._pending = comm.reduce(packed, flat.plan, self.reduce_axis, division.shards, self.bucket.tag + 1)
+            pending = flat.in_place.reduce(wholes, reached, axis, op, tag)
+        else:
+            assert packed is not None
+            division = self._division_of(packed, flat.plan)
+            if division.before is not None:
+                packed.div_(division.before)
+            pending = comm.reduce(packed, flat.plan, axis, division.shards, tag)
+        self._running = running._replace(unpacked=None, division=division, pending=pending)
 
     @property
     def reduce_axis(self) -> Axis:
@@ -310,12 +311,8 @@ class Gradients:
         axis = self.bucket.settings.mesh.shard
         return self.options.reduce_axes.get(axis, axis)
 
-    def _decide(self, like: Tensor, plan: FlatPlan) -> Division:
-        """Decide how tensors like this with this plan are divided and reduced."""
-        self._division = self._division_of(like, plan)
-        return self._division
-
     def _division_of(self, like: Tensor, plan: FlatPlan) -> Division:
+        """How tensors like this with this plan are divided and reduced."""
         mesh, options, axis = self.bucket.settings.mesh, self.options, self.reduce_axis
         ways = ways_to_reduce(options, axis, like)
         if ways is Ways.NATIVE and plan.ragged:  # a ragged plan is not reduced by the backend's reduce-scatter
@@ -323,82 +320,82 @@ class Gradients:
         replicas = 1 if mesh.replicate is None else mesh.replicate.size
         return division_of(self.dtype, ways, mesh.shard.size, replicas, options.divisor, mesh.sums_already)
 
-    def _take_partial(self) -> tuple[_Flat, Tensor] | None:
-        """The earlier gradients, divided so far as those of the reduction that runs."""
+    def _add_partial(self, running: _Running, reduced: Tensor) -> None:
+        """Add the earlier gradients, divided so far as those of the reduction that runs, in place: this stream must
+        take no memory, and what it reads is held."""
         if self._partial is None:
-            return None
+            return
         (flat, section, division), self._partial = self._partial, None
         shards = self.bucket.settings.mesh.shard.size
-        before, now = division.divisor_so_far(shards), self._division.divisor_so_far(shards)
-        return flat, section if before == now else section.mul_(before / now)
+        before, now = division.divisor_so_far(shards), running.division.divisor_so_far(shards)
+        self._held.append(section)
+        running.flat.add(reduced, flat, section if before == now else section.mul_(before / now))
 
     def wait(self) -> None:
         """Wait for the last collective."""
-        if self._pending is not None:
-            self._reduced = self._pending.wait()
-            self._pending = None
+        running = self._running
+        if running is not None and running.pending is not None:
+            self._running = running._replace(reduced=running.pending.wait(), pending=None)
+
+    def _ended(self) -> tuple[_Running, Tensor] | None:
+        """The reduction that runs, and its result, after its last collective."""
+        self.wait()
+        running = self._running
+        return None if running is None or running.reduced is None else (running, running.reduced)
 
     def all_reduce(self, comm: Comm) -> None:
         """Start to reduce over the replicas."""
-        self.wait()
-        replicate = self.bucket.settings.mesh.replicate
-        if self._reduced is None:
+        ended, replicate = self._ended(), self.bucket.settings.mesh.replicate
+        if ended is None:
             return
-        self._held = [self._reduced]  # its memory belongs to another stream, so keep it until this one is done
-        partial = self._take_partial()
-        if partial is not None:
-            assert self._flat is not None
-            self._held.append(partial[1])
-            self._flat.add(self._reduced, *partial)  # in place: this stream must take no memory
+        running, reduced = ended
+        self._held = [reduced]  # its memory belongs to another stream
+        self._add_partial(running, reduced)
         if replicate is not None:
-            self._pending = comm.all_reduce(self._reduced, replicate, self._division.replicas)
+            self._running = running._replace(pending=comm.all_reduce(reduced, replicate, running.division.replicas))
 
     def store(self) -> None:
         """Keep the gradients that are reduced over the shards, for a later reduction over the replicas."""
-        self.wait()
-        if self._reduced is not None:
-            assert self._flat is not None
-            partial = self._take_partial()
-            if partial is not None:
-                self._flat.add(self._reduced, *partial)
-                if partial[1].device.type != "cpu":  # its memory belongs to another stream, and is freed now
-                    device = torch.get_device_module(partial[1].device.type)
-                    partial[1].record_stream(device.current_stream())
-            self._partial = self._flat, self._reduced, self._division
-            self._reduced = self._flat = None
+        ended = self._ended()
+        if ended is not None:
+            running, reduced = ended
+            self._add_partial(running, reduced)
+            self._partial = running.flat, reduced, running.division
+            self._running = None
 
     def release(self) -> None:
-        """Free the packed buffer."""
-        self._packed = None
+        """Free the packed buffer; and, after the reduction, what it has read."""
+        if self._running is None:
+            self._held = []
+        else:
+            self._running = self._running._replace(packed=None)
 
     def finish(self) -> None:
         """Divide and convert the reduced gradients, and call the user's hook."""
-        self.wait()
-        flat, reduced, options = self._flat, self._reduced, self.options
-        if flat is None or reduced is None:
+        ended, options = self._ended(), self.options
+        if ended is None:
             return
-        plan = flat.plan
-        counts = None
-        if plan.extra:
-            reduced, counts = reduced[: -plan.extra], reduced[-plan.extra :]
-        if self._division.after is not None:
-            reduced = reduced / self._division.after
-        if counts is not None and self._missing:
-            self._note_reached(counts)
+        running, reduced = ended
+        extra = running.flat.plan.extra
+        if extra:
+            reduced, counts = reduced[:-extra], reduced[-extra:]
+            if running.missing:
+                running = running._replace(reached=self._on_the_host(counts))
+        if running.division.after is not None:
+            reduced = reduced / running.division.after
         if options.hook is not None:
             self._call_hook(options.hook, reduced)
-        self._reduced = self._at_rest(reduced)
+        self._running = running._replace(reduced=self._at_rest(reduced))
 
-    def _note_reached(self, reached: Tensor) -> None:
-        """Start to copy the elements to the host, which reads them at the end of backward."""
+    def _on_the_host(self, reached: Tensor) -> tuple[Tensor, Any]:
+        """The elements on the host, which reads them when backward ends, and the event after which they are there."""
         if reached.device.type == "cpu":
-            self._reached = reached, None
-            return
+            return reached, None
         there = torch.empty(reached.shape, dtype=reached.dtype, pin_memory=True, device="cpu")
         there.copy_(reached, non_blocking=True)
         event = torch.get_device_module(reached.device.type).Event()
         event.record()
-        self._reached = there, event
+        return there, event
 
     def _call_hook(self, hook: AllReduceHook, gradients: Tensor) -> None:
         stream = self.options.hook_stream
@@ -426,50 +423,52 @@ class Gradients:
 
     def hand_over(self) -> bool:
         """Set `.grad` of the sharded parameters; returns whether the next plan has other parameters than this one."""
-        self.release()
         self._held = []
-        reduced, self._reduced = self._reduced, None
-        if reduced is not None and self._flat is not None:  # also if this bucket is alone, but others of its group not
-            found: list[Tensor | None] = list(self._flat.plan.own_views(reduced))
-            for i in self._unreached(found):
+        running, self._running = self._running, None
+        if running is not None and running.reduced is not None:  # also if it is alone, but others of its unit not
+            flat = running.flat
+            found: list[Tensor | None] = list(flat.plan.own_views(running.reduced))
+            for i in self._unreached(running, found):
                 found[i] = None
             if self._over_replicas:  # the next time, too, other replicas may train what this one has frozen
-                both = zip(self._flat.params, found, strict=True)
+                both = zip(flat.params, found, strict=True)
                 self._frozen.update(param for param, grad in both if grad is not None and not param.requires_grad)
-            self._accumulate_in_shards(found)
         elif self.alone:
-            self._hand_over_alone()
-        flat, self._flat = self._flat, None
-        return flat is not None and flat is not self._flat_now()
+            taken, found = self._take()
+            if taken is None:
+                return False
+            flat, found = taken, self._alone(found)
+        else:
+            return False
+        self._accumulate_in_shards(flat.params, found)
+        return flat is not self._flat_now()
 
-    def _unreached(self, found: list[Tensor | None]) -> list[int]:
+    def _unreached(self, running: _Running, found: list[Tensor | None]) -> list[int]:
         """The indices of parameters for which no rank has a gradient."""
-        if self._reached is None:
-            return [] if self._flat is None or self._flat.plan.extra else self._missing
-        (reached, event), self._reached = self._reached, None
+        if running.reached is None:
+            return [] if running.flat.plan.extra else running.missing
+        reached, event = running.reached
         if event is not None:
             event.synchronize()
         counts = reached.tolist()
-        unreached = [i for i in self._missing if not counts[i] > 0]
+        unreached = [i for i in running.missing if not counts[i] > 0]
         if self.options.hook is not None:  # the hook may have reduced over more ranks
             unreached = [i for i in unreached if not found[i].any()]  # type: ignore[union-attr]
         return unreached
 
-    def _hand_over_alone(self) -> None:
-        """Use the gradients for the sharded parameters directly, because no other rank reduces with this one."""
-        grads = self._take()
+    def _alone(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Gradients as those of the sharded parameters, where no other rank reduces with this one."""
         if self.options.divisor is not None and any(grad is not None for grad in grads):
             torch._foreach_div_([grad for grad in grads if grad is not None], self.options.divisor)
         bucket = self.bucket
-        if not bucket.aliased or self.dtype is not bucket.dtype:
-            device, dtype = bucket.settings.rest_device, bucket.dtype
-            grads = [None if grad is None else grad.to(device, dtype) for grad in grads]
-        self._accumulate_in_shards(grads)
+        if bucket.aliased and self.dtype is bucket.dtype:
+            return grads
+        device, dtype = bucket.settings.rest_device, bucket.dtype
+        return [None if grad is None else grad.to(device, dtype) for grad in grads]
 
-    def _accumulate_in_shards(self, grads: list[Tensor | None]) -> None:
+    def _accumulate_in_shards(self, params: Sequence[ShardedParameter], grads: list[Tensor | None]) -> None:
         """Add gradients to those of the sharded parameters, and call users' hooks on these."""
         known, new, hooked = [], [], []
-        params = () if self._flat is None else self._flat.params
         watched = have_hooks(param.sharded._local for param in params)
         for param, grad in zip(params, grads, strict=True):
             local = param.sharded._local
@@ -495,11 +494,9 @@ class Gradients:
 
     def discard(self) -> None:
         """Wait for running communication: other ranks wait for it, and later messages must not match it."""
-        pending, self._pending = self._pending, None
-        self._packed = self._unpacked = self._reduced = self._reached = self._flat = None
-        self._held = []
-        if pending is not None:
-            pending.wait()
+        running, self._running, self._held = self._running, None, []
+        if running is not None and running.pending is not None:
+            running.pending.wait()
 
     def abandon(self, params: set[ShardedParameter]) -> None:
         """Drop the gradients of these parameters that are not reduced yet."""
