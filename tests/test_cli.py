@@ -120,6 +120,37 @@ def test_diff(path: str, tmp_path: Path) -> None:
     assert "n" not in {entry["name"] for entry in json.loads(close.stdout)["differences"]}
 
 
+def test_diff_of_steps_of_a_run(tmp_path: Path) -> None:
+    nan = torch.tensor([float("nan"), 1.0])
+    with CheckpointManager(tmp_path, keep=KeepLast(9)) as manager:
+        layers = {f"layers.{n}": {"w": torch.zeros(2, 3), "b": torch.zeros(2)} for n in (2, 10)}
+        manager.save(1, {"model": layers, "step": 1}, {"loss": 0.5})
+        manager.save(2, {"model": layers, "step": 1}, {"loss": 0.25})
+        layers["layers.10"] = {"w": torch.tensor([[0.5, 0, 0], [0, -2.0, 0]]), "b": torch.zeros(2)}
+        layers["layers.2"] = {"w": torch.zeros(2, 3), "b": nan}
+        manager.save(3, {"model": layers, "step": 2}, {"loss": 0.25})
+    one, two, three = (str(tmp_path / f"global_step{step}") for step in (1, 2, 3))
+    same = run("diff", one, two)
+    assert same.exit_code == 0 and "no difference" in same.stdout  # but for the manager's record
+    record = run("diff", one, two, "--only", "checkpoint_manager")
+    assert record.exit_code == 1 and "0.5" in record.stdout
+    names = json.loads(run("diff", one, three, "--only", "model.*", "--json").stdout)["differences"]
+    assert [each["name"] for each in names] == ["model.layers.2.b", "model.layers.10.w"]
+    assert run("diff", one, three, "--only", "*.layers.10.b").exit_code == 0
+    assert run("diff", one, three, "--only", "nothing*").exit_code == 2
+    summary = run("diff", one, three, "--summary")
+    assert summary.exit_code == 1
+    rows = [line.split() for line in summary.stdout.splitlines()]
+    assert ["model.layers.2", "1", "2", "2", "1"] in rows or ["model.layers.2", "1", "2", "2", "nan"] in rows
+    assert ["model.layers.10", "1", "2", "6", "2"] in rows and rows[-1] == ["3", "differences"]
+    modules = json.loads(run("diff", one, three, "--summary", "--json").stdout)["modules"]
+    assert [(each["module"], each["values"]) for each in modules] == [
+        ("model.layers.2", 1),
+        ("model.layers.10", 1),
+        ("", 1),
+    ]
+
+
 def test_convert(path: str, tmp_path: Path) -> None:
     file, back = str(tmp_path / "x.pt"), str(tmp_path / "back")
     assert run("convert", path, file, "--to", "torch_save").exit_code == 0

@@ -36,7 +36,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from checkpoint.formats.deepspeed.made import write, write_universal
-from terrazzo.checkpoint import Checkpoint, FileSystemWriter, LazyTensor, load, save, verify
+from terrazzo.checkpoint import Checkpoint, FileSystemWriter, LazyTensor, load, save, seal, verify
 from terrazzo.checkpoint.formats import HuggingFaceWriter
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.formats.huggingface.layout import lay_out
@@ -69,6 +69,8 @@ def seeds(folder: Path) -> dict[str, Path]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+    shutil.copytree(folder / "dcp", folder / "sealed")
+    seal(folder / "sealed")
     torch.save(state, folder / "zip.pt")
     torch.save(state, folder / "legacy.pt", _use_new_zipfile_serialization=False)
     write(folder / "stage2", 2)
@@ -91,6 +93,7 @@ def seeds(folder: Path) -> dict[str, Path]:
     return {
         "native": folder / "native",
         "dcp": folder / "dcp",
+        "sealed": folder / "sealed",
         "zip": folder / "zip.pt",
         "legacy": folder / "legacy.pt",
         "stage2": folder / "stage2" / "tag",

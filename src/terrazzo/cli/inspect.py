@@ -5,7 +5,7 @@ They answer without PyTorch where the checkpoint is of terrazzo's own format; `d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from itertools import islice
 from typing import Annotated, Any
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from terrazzo.checkpoint.listing import Entry, Listing, in_order
 from terrazzo.checkpoint.manager.listing import steps_at
+from terrazzo.checkpoint.manager.records import VALUE as MANAGERS_RECORD
 from terrazzo.checkpoint.tools.listing import listing_of
 from terrazzo.checkpoint.tools.verify import check
 from terrazzo.cli.screen import (
@@ -160,31 +161,57 @@ def diff(
     one: CheckpointPath,
     other: CheckpointPath,
     tolerance: Annotated[float, typer.Option(help="Numbers that differ by no more than this are equal.")] = 0.0,
+    only: Annotated[str, typer.Option(help="Compare only names that match this shell-style pattern.")] = "*",
+    summary: Annotated[bool, typer.Option("--summary", help="One line for each module.")] = False,
     json: Json = False,
 ) -> None:
-    """Say what differs between two checkpoints: names, shapes, dtypes, values."""
+    """Say what differs between two checkpoints: names, shapes, dtypes, values.
+
+    The time and the metrics that a CheckpointManager keeps in its checkpoints are left out, unless `--only` names them.
+    """
     with errors(), paused_collector():
         a, b = listing_of(one), listing_of(other)
-        found = []
-        if not _known_to_be_equal(a, b):
-            from terrazzo.checkpoint.tools.compare import compare  # imports PyTorch, to read values
+
+        def wanted(name: str) -> bool:
+            return name == only or (name != MANAGERS_RECORD and fnmatchcase(name, only))
+
+        if only != "*" and not any(map(wanted, (*a.entries, *b.entries))):
+            raise typer.BadParameter(shown(f"no name matches {only!r}{_hint(only, a.entries)}"))
+        found: list[Any] = []
+        if not _known_to_be_equal(a, b, wanted):
+            from terrazzo.checkpoint.tools.compare import by_module, compare  # imports PyTorch, to read values
             from terrazzo.checkpoint.tools.lazy import Checkpoint
 
             with progress("comparing", a.total_bytes(), hidden=json) as advance:
-                found = list(compare(Checkpoint(one), Checkpoint(other), tolerance=tolerance, progress=advance))
+                pair = Checkpoint(one), Checkpoint(other)
+                found = list(compare(*pair, tolerance=tolerance, wanted=wanted, progress=advance))
+            modules = by_module(found) if summary else []
         if json:
-            print_json({"one": str(one), "other": str(other), "differences": found})
+            said = {"modules": modules} if summary and found else {"differences": found}
+            print_json({"one": str(one), "other": str(other), **said})
+        elif summary and found:
+            table = Table("module", box=None, header_style="bold")
+            for title in ("values", "elements that differ", "of", "by up to"):
+                table.add_column(title, justify="right")
+            for each in modules:
+                counts = (each.values, each.differing, each.elements, f"{each.largest:g}")
+                table.add_row(Text(shown(each.module or "-")), *map(str, counts))
+            OUT.print(table)
         else:
             for difference in found:
                 say(f"{difference.name}: {difference.what}")
+        if not json:
             OUT.print(f"{len(found)} differences" if found else "no difference")
     raise typer.Exit(1 if found else 0)
 
 
-def _known_to_be_equal(one: Listing, other: Listing) -> bool:
+def _known_to_be_equal(one: Listing, other: Listing, wanted: Callable[[str], bool]) -> bool:
     """Whether checksums say that two checkpoints had the same values when they were saved."""
-    digests = one.digests()
-    return digests.keys() == one.entries.keys() == other.entries.keys() and digests == other.digests()
+    names = set(filter(wanted, one.entries))
+    if names != set(filter(wanted, other.entries)):
+        return False
+    mine, others = one.digests(), other.digests()
+    return all(name in mine and mine[name] == others.get(name) for name in names)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any, Final
 
 import torch
@@ -45,13 +46,14 @@ def compare(
     other: Checkpoint,
     *,
     tolerance: float = 0.0,
+    wanted: Callable[[str], bool] = lambda name: True,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Iterator[Difference]:
     """All differences, in the order of names. Numbers within `tolerance` are equal, and nan equals nan.
 
-    `progress` is called with numbers of bytes of `one`, as they are compared. In terrazzo's own format, values with
-    equal checksums had the same bytes when they were saved, and are not read; `verify` checks whether they still have
-    them.
+    Only names that are `wanted` are compared. `progress` is called with numbers of bytes of `one`, as they are. In
+    terrazzo's own format, values with equal checksums had the same bytes when they were saved, and are not read;
+    `verify` checks whether they still have them.
 
     >>> import tempfile
     >>> from terrazzo.checkpoint import save
@@ -64,8 +66,8 @@ def compare(
     there = other.digests()
     # Values with equal checksums need not be read.
     same = {name for name, digest in one.digests().items() if there.get(name) == digest}
-    progress(one.total_bytes(same))
-    for batch in _batches(one, in_order(name for name in one if name not in same)):
+    progress(one.total_bytes({name for name in one if name in same or not wanted(name)}))
+    for batch in _batches(one, in_order(name for name in one if name not in same and wanted(name))):
         together = [name for name in batch if _small_in_both(one, other, name)]
         left, right = one.read_many(together), other.read_many(together)
         for name in batch:
@@ -84,7 +86,44 @@ def compare(
                     found = _objects(name, a, b)
             if found is not None:
                 yield found
-    yield from (Difference(name, "only in the second") for name in in_order(name for name in other if name not in one))
+    yield from (Difference(name, "only in the second") for name in in_order(filter(wanted, other.keys() - one.keys())))
+
+
+@dataclass(slots=True)
+class ModuleDifferences:
+    """The differences of the values of one module.
+
+    Attributes:
+        module: the names without their last part.
+        values: how many values differ.
+        differing: how many of their elements differ, where that is known.
+        elements: how many elements these have.
+        largest: the largest difference of two elements; nan where one of the two is nan.
+    """
+
+    module: str
+    values: int = 0
+    differing: int = 0
+    elements: int = 0
+    largest: float = 0.0
+
+
+def by_module(differences: Iterable[Difference]) -> list[ModuleDifferences]:
+    """Differences by module, in the order of the first of each.
+
+    >>> by_module([Difference("m.w", "", 2, 4, 0.5), Difference("m.b", "", 1, 4, 0.25), Difference("step", "")])[0]
+    ModuleDifferences(module='m', values=2, differing=3, elements=8, largest=0.5)
+    """
+    found: dict[str, ModuleDifferences] = {}
+    for each in differences:
+        module = each.name.rpartition(".")[0]
+        of_module = found.setdefault(module, ModuleDifferences(module))
+        of_module.values += 1
+        of_module.differing += each.differing or 0
+        of_module.elements += each.elements or 0
+        if each.largest is not None and (isnan(each.largest) or each.largest > of_module.largest):
+            of_module.largest = each.largest
+    return list(found.values())
 
 
 def _batches(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[list[str]]:
