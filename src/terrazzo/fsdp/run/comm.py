@@ -49,12 +49,14 @@ class OwnComm:
             observe.report("all_gather", axis, (axis.size - 1) * nbytes // axis.size, None, True)
         if own is not None:
             gathered = own.allocate((plan.total,), dtype=part.dtype, device=part.device)
-            work = own(output_tensor=gathered, input_tensor=part, group=axis.group, async_op=True)
+            work = own(
+                output_tensor=gathered, input_tensor=_in_place(part, gathered, plan), group=axis.group, async_op=True
+            )
         else:
             assert staging is not None
             gathered = staging.empty(plan.total, part.dtype, part.device, axis)
             staging.announce(gathered, axis)
-            work = wire.all_gather(axis, gathered, part)
+            work = wire.all_gather(axis, gathered, _in_place(part, gathered, plan))
         return Pending("all_gather", axis, work, gathered)
 
     def reduce(
@@ -81,6 +83,11 @@ class OwnComm:
 
     def all_reduce(self, section: Tensor, axis: Axis, op: str) -> Pending[Tensor]:
         return self._usual.all_reduce(section, axis, op)
+
+
+def _in_place(part: Tensor, gathered: Tensor, plan: FlatPlan) -> Tensor:
+    """A copy of this rank's section where it is gathered: what is sent must lie in special memory, too."""
+    return gathered.narrow(0, plan.own_start, plan.own_size).copy_(part)
 
 
 def ways_to_reduce(options: Options, axis: Axis, like: Tensor) -> Ways:
