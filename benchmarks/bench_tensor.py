@@ -5,6 +5,9 @@ The tensors are small, so that what is measured is the library and not the arith
 
 from __future__ import annotations
 
+import functools
+import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -170,3 +173,46 @@ def _at_scale(work: str, ranks: int, limit: float) -> None:
 _at_scale("missed_plan", 4096, 0.001)
 _at_scale("redistribution", 4096, 0.001)
 _at_scale("transfer_plan", 1024, 0.02)
+
+
+def _seconds(function: Callable[[int], Any], numbers: Sequence[int]) -> float:
+    start = time.perf_counter()
+    for number in numbers:
+        function(number)
+    return time.perf_counter() - start
+
+
+@case(unit="times", repetitions=3, budget=Budget("value", 1.2))
+def changing_number(setting: Setting) -> Implementations:
+    """`x * step` for ever new steps, over `x * 3` again and again."""
+    count = 500 if setting.quick else 50_000
+
+    def times(x: torch.Tensor) -> float:
+        same = _seconds(lambda n: x * n, [3] * count)
+        return _seconds(lambda n: x * n, range(4, 4 + count)) / same
+
+    plain, ours, theirs = Triple(torch.randn(8, 8), _mesh(setting)).ways
+    return {"plain": lambda: times(plain), "terrazzo": lambda: times(ours), "torch": lambda: times(theirs)}
+
+
+@case(unit="times", repetitions=3, budget=Budget("value", 1.2))
+def changing_length(setting: Setting) -> Implementations:
+    """A layer on sequences of 1,000 lengths, each seen before, in any order over each several times in a row."""
+    lengths, mesh = range(1, 50 if setting.quick else 1001), _mesh(setting)
+    inputs = [Triple(torch.randn(n, 16), mesh).ways for n in lengths]
+    weights = Triple(torch.randn(16, 16), mesh, sharded=False).ways
+
+    def times(way: int) -> float:
+        weight, norm = weights[way], weights[way][0]
+
+        def layer(n: int) -> Any:
+            x = inputs[n][way]
+            y = torch.relu(F.layer_norm(F.linear(x, weight), (16,), norm)) + x
+            return y.view(-1, 4, 4).transpose(1, 2).softmax(-1).sum(1)
+
+        in_a_row = [n for n in range(len(lengths)) for _ in range(3)]
+        mixed = random.Random(0).sample(in_a_row, len(in_a_row))
+        _seconds(layer, range(len(lengths)))
+        return _seconds(layer, mixed) / _seconds(layer, in_a_row)
+
+    return {name: functools.partial(times, way) for way, name in enumerate(NAMES)}

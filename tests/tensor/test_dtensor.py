@@ -6,7 +6,10 @@ import copy
 import io
 import pickle
 import threading
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,6 +37,7 @@ from terrazzo.tensor import (
     zeros,
 )
 from terrazzo.tensor.debug import CommDebugMode
+from terrazzo.tensor.dispatch import keys
 
 pytestmark = pytest.mark.on_late
 
@@ -830,8 +834,6 @@ def test_threads_share_the_plans() -> None:
 
 
 def many_shapes() -> None:
-    from terrazzo.tensor.dispatch import keys
-
     mesh = init_device_mesh(device_type(), (1,))
     limit, keys.ROUTE_LIMIT = keys.ROUTE_LIMIT, 64
     try:
@@ -844,6 +846,104 @@ def many_shapes() -> None:
 
 def test_changing_shapes_do_not_grow_the_plans() -> None:
     run_ranks(1, many_shapes)
+
+
+def shapes_in_turn() -> None:
+    """Shapes that are used now and then stay while others come and go."""
+    mesh = init_device_mesh(device_type(), (1,))
+    often = zeros(3, 5, device_mesh=mesh)
+    keys.forget()
+    limit, keys.ROUTE_LIMIT = keys.ROUTE_LIMIT, 64
+    try:
+        often.sum(1)
+        (route,) = [route for key, route in keys.routes.items() if key[0] is torch.Tensor.sum]
+        for n in range(1, 500):
+            zeros(n, device_mesh=mesh).sum(0)
+            if n % 40 == 0:
+                equal(often.sum(1), torch.zeros(3))
+            assert len(keys.routes) + len(keys._earlier) <= 2 * 64
+        kept = [*keys.routes.values(), *keys._earlier.values()]
+        assert route in kept
+    finally:
+        keys.ROUTE_LIMIT = limit
+
+
+def test_plans_that_are_used_are_not_forgotten() -> None:
+    run_ranks(1, shapes_in_turn)
+
+
+def many_numbers() -> None:
+    mesh = line()
+    whole = torch.arange(-8, 16.0).view(8, 3)
+    numbers = [1, 2, 0, -1, 2**40, np.int64(3), np.float32(0.5), 0]
+    functions: list[Callable[[Any, Any], Any]] = [
+        lambda x, n: x * n,
+        lambda x, n: n * x,
+        lambda x, n: n - x,
+        lambda x, n: x / (n or 5),
+        lambda x, n: x // (n or 5),
+        lambda x, n: x % (n or 5),
+        lambda x, n: x**n,
+        lambda x, n: x > n,
+        lambda x, n: torch.add(x, n, alpha=3),
+        lambda x, n: torch.sub(x, x + 1, alpha=int(n)),
+        lambda x, n: torch.clamp(x, -2, n),
+        lambda x, n: torch.clamp(x, min=n),
+        lambda x, n: torch.where(x > 0, x, n),
+        lambda x, n: x.clone().add_(n).mul_(n),
+        lambda x, n: x.clone().fill_(n),
+        lambda x, n: x.masked_fill(x > 1, n),
+        lambda x, n: x.sum(int(n) % 2),
+        lambda x, n: x.roll(int(n) % 5, 0),
+        lambda x, n: torch.full_like(x, n),
+        lambda x, n: torch.nn.functional.threshold(x, n, 1),
+        lambda x, n: torch.nn.functional.pad(x, (abs(int(n)) % 3, 1)),
+    ]
+    for placements in ([Shard(0)], [Replicate()], [Partial()]):
+        for dtype in (torch.float32, torch.int64):
+            plain = whole.to(dtype)
+            x = distribute_tensor(plain, mesh, [Replicate() if placements[0].is_partial() else placements[0]])
+            if placements[0].is_partial():
+                x = x.redistribute(placements=placements)
+            for f in functions:
+                for n in numbers:
+                    try:
+                        expected = f(plain, n)
+                    except (RuntimeError, TypeError) as error:
+                        with pytest.raises(type(error)):
+                            f(x, n)
+                    else:
+                        given = f(x, n)
+                        assert given.dtype == expected.dtype
+                        torch.testing.assert_close(given.full_tensor(), expected, equal_nan=True)
+
+
+def test_changing_numbers_give_what_they_give_on_one_device() -> None:
+    run_ranks(4, many_numbers)
+
+
+def routes_of_numbers() -> None:
+    mesh = line()
+    x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    functions: list[Callable[[int], Any]] = [
+        lambda n: x * n,
+        lambda n: n - x,
+        lambda n: x // n,
+        lambda n: torch.add(x, n, alpha=n),
+        lambda n: torch.clamp(x, 0, n),
+        lambda n: torch.full_like(x, n),
+        lambda n: x * np.float32(n),
+    ]
+    for f in functions:
+        f(2), f(3)
+        before = len(keys.routes)
+        for n in range(4, 200):
+            f(n)
+        assert len(keys.routes) == before
+
+
+def test_numbers_do_not_grow_the_plans_of_elementwise_operations() -> None:
+    run_ranks(4, routes_of_numbers)
 
 
 # ------------------------------------------------------------------ modules

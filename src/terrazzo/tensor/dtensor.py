@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Number
 from operator import attrgetter
 from typing import Any
 
@@ -36,10 +37,11 @@ from terrazzo.tensor.dispatch.keys import (
     TRUE,
     TUPLE,
     Unkeyable,
-    any_float,
+    any_number,
     append_basic_index,
     float_key,
     list_handlers,
+    recall,
     routes,
 )
 from terrazzo.tensor.links import links
@@ -113,16 +115,16 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
         key.append(value._layout)
         return value._local
     if kind in PLAIN_KEYS:
-        key.append(value)
+        key.append(int if kind is int and func in any_number else value)
         return value
     if kind is bool:
         key.append(TRUE if value else FALSE)
         return value
     if kind is float:
-        key.append(kind if func in any_float else float_key(value))
+        key.append(kind if func in any_number else float_key(value))
         return value
     if kind is complex:
-        key.append(kind if func in any_float else (kind, float_key(value.real), float_key(value.imag)))
+        key.append(kind if func in any_number else (kind, float_key(value.real), float_key(value.imag)))
         return value
     if kind is list or kind is tuple:
         if value and type(value[0]) is DTensor:
@@ -151,6 +153,9 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
         raise Unkeyable("a plain tensor")
     if isinstance(value, torch.Generator):
         raise Unkeyable("a generator")
+    if isinstance(value, Number) and func in any_number:  # one of NumPy's
+        key.append(kind)
+        return value
     try:
         hash(value)
     except TypeError:
@@ -171,7 +176,7 @@ def _general_key(
             key.append(a._layout)
             loc.append(a._local)
         elif kind in PLAIN_KEYS:
-            key.append(a)
+            key.append(int if kind is int and func in any_number else a)
             loc.append(a)
         else:
             loc.append(key_of(a, key, func))
@@ -179,8 +184,9 @@ def _general_key(
     for name, a in kwargs.items():
         key.append(KEYWORD)
         key.append(name)
-        if type(a) in PLAIN_KEYS:
-            key.append(a)
+        kind = type(a)
+        if kind in PLAIN_KEYS:
+            key.append(int if kind is int and func in any_number else a)
             kw[name] = a
         else:
             kw[name] = key_of(a, key, func)
@@ -240,7 +246,8 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
                             hashable = (func, first._layout, second._layout)
                             loc = [first._local, second._local]
                         elif kind in PLAIN_KEYS:
-                            hashable = (func, first._layout, second)
+                            value = int if kind is int and func in any_number else second
+                            hashable = (func, first._layout, value)
                             loc = [first._local, second]
                         elif kind is tuple:
                             key = [func, first._layout, TUPLE]
@@ -259,7 +266,7 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
                             hashable, loc, kw = _general_key(func, args, kw)
                     else:
                         _, second, third = args
-                        if type(second) in PLAIN_KEYS and type(third) in PLAIN_KEYS:
+                        if type(second) in PLAIN_KEYS and type(third) in PLAIN_KEYS and func not in any_number:
                             hashable = (func, first._layout, second, third)
                             loc = [first._local, second, third]
                         else:
@@ -281,9 +288,11 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
                 hashable, route = None, None
         except Unkeyable:
             hashable, route = None, None
-        if route is not None:
-            return route(func, args, loc, kw, kwargs)  # type: ignore[arg-type]  # never None here
-        return links.miss(func, args, kwargs, hashable)
+        if route is None:
+            route = recall(hashable)
+            if route is None:
+                return links.miss(func, args, kwargs, hashable)
+        return route(func, args, loc, kw, kwargs)  # type: ignore[arg-type]  # never None here
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -20,7 +20,7 @@ from terrazzo.tensor.dispatch.describe import check_one_mesh, describe
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run
 from terrazzo.tensor.dispatch.inplace import run_in_place
-from terrazzo.tensor.dispatch.keys import Route, any_float, remember, routes
+from terrazzo.tensor.dispatch.keys import Route, any_number, remember, routes
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.out import with_out
 from terrazzo.tensor.dispatch.outside_mesh import not_known, replicated_outside_mesh, route_outside_mesh
@@ -82,9 +82,10 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         if leads_to_override(func, args, kwargs):
             remember(key, take_apart)
             return take_apart(func, args, loc, kw, kwargs)
-    if entry.any_float and func not in any_float:
-        any_float.add(func)
-        key = None  # the plan is right for these float values only
+    runs_body = entry.how in ("replicate", "body") and isinstance(func, types.FunctionType)
+    if (entry.any_number or runs_body) and func not in any_number:
+        any_number.add(func)
+        key = None  # the plan is right for these numbers only
     if inplace:
         if isinstance(func, types.FunctionType):
             return _run_and_remember(_run_body, func, args, kwargs, key)

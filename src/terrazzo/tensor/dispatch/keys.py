@@ -21,18 +21,19 @@ Route = Callable[[Any, Sequence[Any], list[Any], dict[str, Any], dict[str, Any]]
 """(function, args, args with locals, kwargs with locals, kwargs) -> result"""
 
 routes: dict[tuple[Any, ...], Route] = {}
-"""Cached routes by key."""
+"""Cached routes by key: those that were made or used since there were `ROUTE_LIMIT` of them."""
 
-when_groups_end(routes.clear)  # keys hold layouts, which hold meshes
+_earlier: dict[tuple[Any, ...], Route] = {}
+"""Routes that were cached before. Those that are used return to `routes`; the others are forgotten later."""
 
-ROUTE_LIMIT = 16384
-"""The most routes to cache; then the cache is cleared, so that ever-changing shapes do not use unlimited memory."""
+ROUTE_LIMIT = 32768
+"""The most routes in `routes`. Two such lots are kept, so that what is used least recently is forgotten."""
 
 list_handlers: dict[Any, Callable[[Any, Sequence[Any], Any], Any]] = {}
 """Handlers of functions that take lists of tensors (`torch._foreach_*`); making keys of the lists would be too slow."""
 
-any_float: set[Any] = set()
-"""Functions whose routes do not depend on the value of a float argument: elementwise ones, whose numbers often change.
+any_number: set[Any] = set()
+"""Functions whose routes do not depend on the value of a number: elementwise ones, whose numbers often change.
 
 For others the value may matter: a scale factor decides a shape, and whether a fill value is 0 decides whether terms may
 pass.
@@ -67,9 +68,31 @@ class Unkeyable(TypeError):
 
 def remember(key: tuple[Any, ...] | None, route: Route) -> None:
     """Cache a route, unless its key holds an object that may change; the cache has a maximum size."""
-    if key is None or not _lasts(key[1:]):
-        return
+    if key is not None and _lasts(key[1:]):
+        _keep(key, route)
+
+
+def recall(key: tuple[Any, ...] | None) -> Route | None:
+    """A route that is not in `routes`, if it has not been forgotten yet."""
+    route = None if key is None else _earlier.pop(key, None)
+    if key is not None and route is not None:
+        _keep(key, route)
+    return route
+
+
+def forget() -> None:
+    """Forget all routes."""
+    routes.clear()
+    _earlier.clear()
+
+
+when_groups_end(forget)  # keys hold layouts, which hold meshes
+
+
+def _keep(key: tuple[Any, ...], route: Route) -> None:
     if len(routes) >= ROUTE_LIMIT:
+        _earlier.clear()
+        _earlier.update(routes)
         routes.clear()
     routes[key] = route
 
@@ -88,7 +111,7 @@ def _lasts(item: Any) -> bool:
 
 
 def float_key(value: float) -> tuple[Any, ...]:
-    """What identifies a float; 0.0 and -0.0 differ, because 1 / x and signs do."""
+    """What identifies a float where its value may matter; 0.0 and -0.0 differ, because 1 / x and signs do."""
     return (float, value) if value else (float, copysign(1.0, value), "zero")
 
 

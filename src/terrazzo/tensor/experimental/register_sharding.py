@@ -10,7 +10,7 @@ import torch
 from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, writes_arguments
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Placement
-from terrazzo.tensor.dispatch.keys import any_float, routes
+from terrazzo.tensor.dispatch.keys import any_number, forget
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, on_meta
 from terrazzo.tensor.dispatch.spec import Acceptable, Call, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
@@ -42,8 +42,8 @@ def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[_F], _
     def register(strategy: _F) -> _F:
         for each in ops:
             OVERRIDES[each] = _rule_of(each, strategy)
-            any_float.discard(each)
-        routes.clear()
+            any_number.discard(each)
+        forget()
         return strategy
 
     return register
@@ -53,7 +53,7 @@ def unregister_sharding(op: OpOverload | Sequence[OpOverload]) -> None:
     """Undo `register_sharding`: our own rules for the operators, if any, apply again."""
     for each in _as_ops(op):
         OVERRIDES.pop(each, None)
-    routes.clear()
+    forget()
 
 
 def _as_ops(op: OpOverload | Sequence[OpOverload]) -> tuple[OpOverload, ...]:

@@ -79,7 +79,7 @@ def new_tensor_of_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     return wrap(local, Layout.of(mesh, (Replicate(),) * len(source._layout.placements), tuple(local.shape)))
 
 
-@rule("zeros_like", "ones_like", "full_like", "empty_like")
+@rule("zeros_like", "ones_like", "full_like", "empty_like", any_number=True)
 def filled_like(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     """Terms of zeros are zeros, so zeros_like keeps Partial; for other values Partial becomes Replicate."""
     if len(call.operands) != 1:

@@ -64,8 +64,8 @@ class Operation:
     """A context that is asked first."""
     draws: bool = False
     """Whether it draws random numbers. Then ranks outside the mesh must draw, too, so they run its decomposition."""
-    any_float: bool = False
-    """Whether its plans do not depend on the values of float arguments."""
+    any_number: bool = False
+    """Whether its plans do not depend on the values of its numbers."""
 
 
 TABLE: dict[str, Operation] = {}
@@ -88,12 +88,13 @@ def rule(
     takes_plain: Callable[[torch.Tensor], bool] | None = None,
     context: Context | None = None,
     draws: bool = False,
+    any_number: bool = False,
 ) -> Callable[[_F], _F]:
     """Register a rule: a function of the call and of the operation's arguments, with PyTorch's argument names."""
 
     def register(function: _F) -> _F:
         for name in names:
-            _add(Operation(name, "rule", function, otherwise, takes_plain, context, draws))
+            _add(Operation(name, "rule", function, otherwise, takes_plain, context, draws, any_number))
         return function
 
     return register
@@ -156,7 +157,7 @@ def operation(name: str, inplace: bool = False) -> Operation:
     found = found or TABLE.get(name)
     if found is None:
         if _elementwise.covers(name):
-            return Operation(name, "rule", _elementwise.rule, any_float=True)
+            return Operation(name, "rule", _elementwise.rule, any_number=True)
         return Operation(name, "replicate")
     return found
 
@@ -166,7 +167,7 @@ def apply_rule(call: Call) -> Spec | None:
     found = operation(call.name)
     if found.how != "rule" or found.function is None:
         return None
-    if found.any_float:
+    if found.function is _elementwise.rule:
         answer: Spec | None = found.function(call)
         return answer
     names = names_for(found.function, call.func, call.args, call.kwargs, call)
