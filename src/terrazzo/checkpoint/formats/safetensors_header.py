@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Final
 
+import msgspec
 import torch
 
 from terrazzo.checkpoint.formats.table import chunk_at
@@ -48,6 +48,12 @@ class Header:
     metadata: dict[str, str]
 
 
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
 def is_start_of_safetensors(data: bytes, size: int) -> bool:
     """Whether a file of `size` bytes that begins with `data` can be safetensors data."""
     return len(data) > 8 and data[8:9] == b"{" and 2 <= int.from_bytes(data[:8], "little") <= min(_LONGEST, size - 8)
@@ -59,26 +65,20 @@ def read_header(window: Window) -> Header:
     if not 2 <= length <= min(_LONGEST, window.length - 8):
         raise CheckpointFormatError(f"{window.where}: neither a file of torch.save nor of safetensors")
     try:
-        entries: dict[str, Any] = json.loads(window.read(8, length))
-        metadata = entries.pop("__metadata__", {})
-        if not isinstance(metadata, dict):
-            raise ValueError(f"__metadata__ is a {type(metadata).__name__}, not texts by name")
-        for name in entries:
-            name.encode()  # raises if it is no text
-        tensors = {name: _tensor(name, entry, 8 + length, window) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        entries = msgspec.json.decode(window.read(8, length), type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(entries.pop("__metadata__", b"null"), type=dict[str, str] | None) or {}
+        described = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
+        tensors = {name: _tensor(name, entry, 8 + length, window) for name, entry in described.items()}
+    except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"{window.where}: a damaged safetensors header ({error})") from error
     return Header(window, tensors, metadata)
 
 
-def _tensor(name: str, entry: dict[str, Any], data: int, window: Window) -> StoredChunk:
-    dtype = _DTYPES.get(entry["dtype"])
+def _tensor(name: str, entry: _Entry, data: int, window: Window) -> StoredChunk:
+    dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
-        raise CheckpointFormatError(f"a tensor of the unknown type {entry['dtype']}")
-    first, last = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if not all(type(number) is int and number >= 0 for number in (first, last, *shape)):
-        raise ValueError(f"a tensor of shape {shape} in the bytes {first} to {last}")
-    if last - first != prod(shape) * dtype.itemsize or not 0 <= first <= last <= window.length - data:
+        raise CheckpointFormatError(f"a tensor of the unknown type {entry.dtype}")
+    (first, last), shape = entry.data_offsets, entry.shape
+    if min((first, *shape)) < 0 or last - first != prod(shape) * dtype.itemsize or last > window.length - data:
         raise ValueError(f"a tensor of shape {shape} in the bytes {first} to {last}")
     return chunk_at(name, window.file, window.start + data + first, dtype, shape)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from terrazzo.checkpoint.native.format import save_of
 from terrazzo.checkpoint.stores import SMALL, Store
@@ -95,16 +97,17 @@ def _is_visible(name: str) -> bool:
     return not name.startswith(".") and save_of(name) is None
 
 
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
 def read_index(store: Store, name: str) -> dict[str, str]:
     """Which file has which tensor."""
     where = f"{store.location}/{name}"
     try:
-        weight_map: Any = json.loads(store.get(name, SMALL)[0])["weight_map"]
-        "".join([*weight_map, *weight_map.values()]).encode()  # raises if a name is no text
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{where}: a damaged index ({type(error).__name__}: {error})") from error
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointCorruptError(f"{where}: a damaged index (weight_map is not names by name)")
+        weight_map = msgspec.json.decode(store.get(name, SMALL)[0], type=_Index).weight_map
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{where}: a damaged index ({error})") from error
     for file in set(weight_map.values()):
         if "/" in file or "\\" in file or "\0" in file or not file.endswith(SUFFIX):
             raise CheckpointCorruptError(f"{where}: {file!r} is not the name of a safetensors file in this folder")

@@ -5,11 +5,11 @@ number = w * w_scale_inv of its block
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
+import msgspec
 import torch
 
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
@@ -79,10 +79,16 @@ def dequantised(
 def _block_size(store: Store, block: int) -> tuple[int, int]:
     """The blocks that the model's config tells of, or else square ones."""
     try:
-        config: Any = json.loads(store.get("config.json", SMALL)[0])
-        rows, columns = config["quantization_config"]["weight_block_size"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        config = msgspec.json.decode(store.get("config.json", SMALL)[0], type=_Config)
+    except (FileNotFoundError, ValueError, RecursionError):
         return block, block
-    if not (type(rows) is int and type(columns) is int and rows > 0 and columns > 0):
-        return block, block
-    return rows, columns
+    blocks = config.quantization_config.weight_block_size
+    return blocks if min(blocks) > 0 else (block, block)
+
+
+class _Quantisation(msgspec.Struct):
+    weight_block_size: tuple[int, int]
+
+
+class _Config(msgspec.Struct):
+    quantization_config: _Quantisation
