@@ -17,7 +17,7 @@ import torch
 
 from terrazzo._torch.replaced import originals
 from terrazzo.checkpoint.formats import unpickle
-from terrazzo.checkpoint.formats.stand_ins import Call, Record
+from terrazzo.checkpoint.formats.stand_ins import Call, Record, record
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -49,99 +49,46 @@ class Location:
 # ------------------------------------------------------------------ reading
 
 
-class _Chunk(Record):
-    __slots__ = ()
-    made_of = "ChunkStorageMetadata"
-
-    def finish(self) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(_size(self.fields["offsets"]), _size(self.fields["sizes"]))
-
-
-class _Properties(Record):
-    __slots__ = ()
-    made_of = "TensorProperties"
-
-    def finish(self) -> TensorProperties:
-        if isinstance(self.state, tuple) and len(self.state) >= 3:
-            dtype, layout, requires_grad = self.state[:3]
-        else:
-            fields = self.fields
-            dtype, layout, requires_grad = fields["dtype"], fields["layout"], fields["requires_grad"]
-        if not isinstance(dtype, torch.dtype) or layout is not torch.strided:
-            raise CheckpointFormatError(f"a tensor of dtype {dtype} and layout {layout} cannot be read")
-        return TensorProperties(dtype, layout, bool(requires_grad))
+def _properties(self: Record) -> TensorProperties:
+    if isinstance(self.state, tuple) and len(self.state) >= 3:
+        dtype, layout, requires_grad = self.state[:3]
+    else:
+        dtype, layout, requires_grad = (self.fields[name] for name in ("dtype", "layout", "requires_grad"))
+    if not isinstance(dtype, torch.dtype) or layout is not torch.strided:
+        raise CheckpointFormatError(f"a tensor of dtype {dtype} and layout {layout} cannot be read")
+    return TensorProperties(dtype, layout, bool(requires_grad))
 
 
-class _Tensor(Record):
-    __slots__ = ()
-    made_of = "TensorStorageMetadata"
-
-    def finish(self) -> TensorStorageMetadata:
-        fields = self.fields
-        return TensorStorageMetadata(
-            _typed(fields["properties"], TensorProperties),
-            _size(fields["size"]),
-            [_typed(chunk, ChunkStorageMetadata) for chunk in _listed(fields["chunks"])],
-        )
+def _tensor(self: Record) -> TensorStorageMetadata:
+    chunks = [_typed(chunk, ChunkStorageMetadata) for chunk in _listed(self.fields["chunks"])]
+    properties = _typed(self.fields["properties"], TensorProperties)
+    return TensorStorageMetadata(properties, _size(self.fields["size"]), chunks)
 
 
-class _Bytes(Record):
-    __slots__ = ()
-    made_of = "BytesStorageMetadata"
-
-    def finish(self) -> BytesStorageMetadata:
-        return BytesStorageMetadata()
+def _index(self: Record) -> MetadataIndex:
+    offset = self.fields.get("offset")
+    return MetadataIndex(str(self.fields["fqn"]), None if offset is None else _size(offset), self.fields.get("index"))
 
 
-class _Index(Record):
-    __slots__ = ()
-    made_of = "MetadataIndex"
-
-    def finish(self) -> MetadataIndex:
-        offset = self.fields.get("offset")
-        return MetadataIndex(
-            str(self.fields["fqn"]), None if offset is None else _size(offset), self.fields.get("index")
-        )
-
-
-class _Location(Record):
-    __slots__ = ()
-    made_of = "_StorageInfo"
-
-    def finish(self) -> Location:
-        fields = self.fields
-        file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
-        if not isinstance(file, str) or not is_plain_name(file):
-            raise CheckpointCorruptError(f"the metadata name the file {file!r}, which is outside of its folder")
-        if type(offset) is not int or type(length) is not int or not 0 <= offset < 1 << 62 or not 0 <= length < 1 << 62:
-            raise CheckpointCorruptError(f"the metadata name the bytes {offset!r}, {length!r} of {file!r}")
-        transforms = fields.get("transform_descriptors") or ()
-        return Location(file, offset, length, tuple(map(str, _listed(transforms))))
+def _location(self: Record) -> Location:
+    file, offset, length = (self.fields[name] for name in ("relative_path", "offset", "length"))
+    if not isinstance(file, str) or not is_plain_name(file):
+        raise CheckpointCorruptError(f"the metadata name the file {file!r}, which is outside of its folder")
+    if type(offset) is not int or type(length) is not int or not 0 <= offset < 1 << 62 or not 0 <= length < 1 << 62:
+        raise CheckpointCorruptError(f"the metadata name the bytes {offset!r}, {length!r} of {file!r}")
+    transforms = self.fields.get("transform_descriptors") or ()
+    return Location(file, offset, length, tuple(map(str, _listed(transforms))))
 
 
-class _StorageMeta(Record):
-    __slots__ = ()
-    made_of = "StorageMeta"
-
-    def finish(self) -> StorageMeta:
-        fields = self.fields
-        modules = list(_listed(fields.get("modules") or ()))
-        return StorageMeta(fields.get("checkpoint_id"), fields.get("save_id"), None, modules)
+def _storage_meta(self: Record) -> StorageMeta:
+    modules = list(_listed(self.fields.get("modules") or ()))
+    return StorageMeta(self.fields.get("checkpoint_id"), self.fields.get("save_id"), None, modules)
 
 
-class _Metadata(Record):
-    __slots__ = ()
-    made_of = "Metadata"
-
-    def finish(self) -> Metadata:
-        fields = self.fields
-        return Metadata(
-            _entries(fields["state_dict_metadata"]),
-            planner_data=_paths(fields.get("planner_data")),
-            storage_data=fields.get("storage_data"),
-            storage_meta=fields.get("storage_meta"),
-            version=fields.get("version"),
-        )
+def _metadata(self: Record) -> Metadata:
+    rest = {name: self.fields.get(name) for name in ("storage_data", "storage_meta", "version")}
+    entries = _entries(self.fields["state_dict_metadata"])
+    return Metadata(entries, planner_data=_paths(self.fields.get("planner_data")), **rest)
 
 
 def _listed(items: Any) -> Sequence[Any]:
@@ -201,24 +148,30 @@ def _typed(value: Any, kind: type) -> Any:
 
 
 _MODULES: Final = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.checkpoint.metadata")
+_PROPERTIES: Final = record("TensorProperties", _properties)
+_LOCATION: Final = record("_StorageInfo", _location)
+_NUMBER: Final = Call(lambda number: number)  # memory formats are not used
 _CLASSES: Final = {
-    "Metadata": _Metadata,
-    "TensorStorageMetadata": _Tensor,
-    "TensorProperties": _Properties,
-    "ChunkStorageMetadata": _Chunk,
-    "BytesStorageMetadata": _Bytes,
-    "MetadataIndex": _Index,
-    "StorageMeta": _StorageMeta,
-    "_MEM_FORMAT_ENCODING": Call(lambda number: number),  # memory formats are not used
+    "Metadata": record("Metadata", _metadata),
+    "TensorStorageMetadata": record("TensorStorageMetadata", _tensor),
+    "TensorProperties": _PROPERTIES,
+    "ChunkStorageMetadata": record(
+        "ChunkStorageMetadata",
+        lambda self: ChunkStorageMetadata(_size(self.fields["offsets"]), _size(self.fields["sizes"])),
+    ),
+    "BytesStorageMetadata": record("BytesStorageMetadata", lambda self: BytesStorageMetadata()),
+    "MetadataIndex": record("MetadataIndex", _index),
+    "StorageMeta": record("StorageMeta", _storage_meta),
+    "_MEM_FORMAT_ENCODING": _NUMBER,
 }
 _NAMES: Final[unpickle.Names] = MappingProxyType(
     {
         **unpickle.PLAIN,
         **{(module, name): made for module in _MODULES for name, made in _CLASSES.items()},
-        ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,
-        ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): Call(lambda number: number),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Location,
-        ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"): _Location,
+        ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _PROPERTIES,
+        ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _NUMBER,
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _LOCATION,
+        ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"): _LOCATION,
     }
 )
 

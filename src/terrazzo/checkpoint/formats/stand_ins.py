@@ -27,7 +27,8 @@ class Call:
 class Record:
     """An instance of a class, read as the arguments and the state in the pickle.
 
-    There is a subclass for each class that a pickle may have; `finish` makes the value from arguments and state.
+    There is a subclass for each class that a pickle may have (`record`); `finish` makes the value from arguments and
+    state.
     """
 
     __slots__ = ("args", "state")
@@ -58,3 +59,14 @@ class Record:
         if not isinstance(self.state, dict):
             raise CheckpointCorruptError(f"a pickled {type(self).made_of or type(self).__name__} has no fields")
         return self.state
+
+
+def record(made_of: str, finish: Callable[[Any], Any]) -> type[Record]:
+    """A class of records, from which `finish` makes values; `made_of` is their class in the pickle, for messages.
+
+    >>> point = record("a.Point", lambda self: complex(self.fields["x"], self.fields["y"]))()
+    >>> point.__setstate__({"x": 1, "y": 2})
+    >>> point.finish()
+    (1+2j)
+    """
+    return type(made_of, (Record,), {"__slots__": (), "made_of": made_of, "finish": finish})

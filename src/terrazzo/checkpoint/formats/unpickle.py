@@ -24,41 +24,16 @@ import torch
 
 from terrazzo.checkpoint.formats import numpy_pickles
 from terrazzo.checkpoint.formats.pickle_check import checked_pickle
-from terrazzo.checkpoint.formats.stand_ins import Call, Record
+from terrazzo.checkpoint.formats.stand_ins import Call, Record, record
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsafePickleError
 
 Names = Mapping[tuple[str, str], Any]
 
 
-class _Namespace(Record):
-    """`argparse.Namespace`: many training scripts store their arguments."""
-
-    __slots__ = ()
-    made_of = "argparse.Namespace"
-
-    def finish(self) -> argparse.Namespace:
-        return argparse.Namespace(**self.fields)
-
-
-class _Path(Record):
-    """Paths of any operating system, as plain strings."""
-
-    __slots__ = ()
-    made_of = "pathlib.Path"
-
-    def finish(self) -> str:
-        parts = [str(part) for part in self.args]
-        return "/".join(parts).replace("//", "/", 1) if parts else "."
-
-
-class _Version(Record):
-    """The version of PyTorch, a string with an order."""
-
-    __slots__ = ()
-    made_of = "torch.torch_version.TorchVersion"
-
-    def finish(self) -> str:
-        return _text(*self.args)
+def _path(self: Record) -> str:
+    """A path of any operating system, as a plain string."""
+    parts = [str(part) for part in self.args]
+    return "/".join(parts).replace("//", "/", 1) if parts else "."
 
 
 def _from_items(kind: Callable[[Any], Any]) -> Call:
@@ -149,22 +124,25 @@ def _dtypes() -> dict[tuple[str, str], Any]:
 
 _PATHS: Final = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
 
+_PATH: Final = record("pathlib.Path", _path)
+
 # Everything that a pickle of plain data may name.
 PLAIN: Final[Names] = MappingProxyType(
     {
         **_names_of_builtins(),
         **_dtypes(),
-        **{(module, name): _Path for module in ("pathlib", "pathlib._local") for name in _PATHS},
+        **{(module, name): _PATH for module in ("pathlib", "pathlib._local") for name in _PATHS},
         **numpy_pickles.NAMES,
         ("_codecs", "encode"): Call(_bytes_from_text),
         ("collections", "OrderedDict"): collections.OrderedDict,
         ("collections", "defaultdict"): Call(_defaultdict),
         ("collections", "Counter"): _from_items(collections.Counter),
         ("collections", "deque"): _from_items(collections.deque),
-        ("argparse", "Namespace"): _Namespace,
+        # Many training scripts store their arguments.
+        ("argparse", "Namespace"): record("argparse.Namespace", lambda self: argparse.Namespace(**self.fields)),
         ("torch", "Size"): _from_items(torch.Size),
         ("torch", "device"): Call(torch.device),
-        ("torch.torch_version", "TorchVersion"): _Version,
+        ("torch.torch_version", "TorchVersion"): record("torch.TorchVersion", lambda self: _text(*self.args)),
         ("torch.serialization", "_get_layout"): Call(lambda name: _layout(name)),
     }
 )

@@ -6,19 +6,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from terrazzo.checkpoint.formats import unpickle
-from terrazzo.checkpoint.formats.stand_ins import Call, Record
+from terrazzo.checkpoint.formats.stand_ins import Call, record
 from terrazzo.checkpoint.formats.torch_archive import TORCH_NAMES
 from terrazzo.errors import CheckpointCorruptError, UnsafePickleError
-
-
-class _Fields(Record):
-    """An object, read as a dict of its attributes."""
-
-    __slots__ = ()
-    made_of = "deepspeed"
-
-    def finish(self) -> dict[str, Any]:
-        return dict(self.fields)
 
 
 class _TensorClass:
@@ -43,15 +33,16 @@ def _stage(value: Any) -> int:
     return int(value)
 
 
+_FIELDS: Final = record("deepspeed", lambda self: dict(self.fields))  # an object, as a dict of its attributes
 NAMES: Final[unpickle.Names] = MappingProxyType(
     {
         **TORCH_NAMES,
         ("torch", "Tensor"): _TensorClass(),
         ("torch._tensor", "_rebuild_from_type_v2"): Call(_with_attributes),
         ("deepspeed.runtime.zero.config", "ZeroStageEnum"): Call(_stage),
-        ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): _Fields,
-        ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): _Fields,
-        ("deepspeed.utils.tensor_fragment", "fragment_address"): _Fields,
-        ("deepspeed.checkpoint.utils", "SubparamShape"): _Fields,
+        ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): _FIELDS,
+        ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): _FIELDS,
+        ("deepspeed.utils.tensor_fragment", "fragment_address"): _FIELDS,
+        ("deepspeed.checkpoint.utils", "SubparamShape"): _FIELDS,
     }
 )
