@@ -98,7 +98,7 @@ def check_allocations(device: torch.device) -> None:
     seen, call_of = set(), Executor.call_of
 
     def measured(self: Executor, operation: Operation) -> Any:
-        call, spec = call_of(self, operation), self._spec
+        call, spec = call_of(self, operation), self.spec
         assert spec is not None
         # A store keeps what was reduced where it is.
         renamed = operation.gives if operation.kind is Kind.STORE else ()

@@ -38,12 +38,12 @@ def unit_of(module: nn.Module) -> Unit:
 
 def bytes_unsharded(module: nn.Module) -> int:
     """What the unsharded parameters really take now."""
-    buffers = [bucket._buffer for bucket in unit_of(module).buckets if not bucket.aliased]
-    return sum(buffer.untyped_storage().nbytes() for buffer in buffers if buffer is not None)
+    wholes = [bucket._whole for bucket in unit_of(module).buckets if not bucket.aliased]
+    return sum(whole.buffer.untyped_storage().nbytes() for whole in wholes if whole is not None)
 
 
 def bytes_kept(module: nn.Module) -> int:
-    kept = [each._buffer for each in unit_of(module)._kept if each is not None and each._buffer is not None]
+    kept = [each._part.buffer for each in unit_of(module)._kept if each is not None and each._part is not None]
     return sum(buffer.untyped_storage().nbytes() for buffer in kept)
 
 

@@ -62,6 +62,10 @@ class Group:
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
 
+    def rename(self, name: str) -> None:
+        """Take the name that its first module has in the model."""
+        self.name = name
+
     @property
     def meshes(self) -> list[DataMesh]:
         """The meshes on which its parameters are sharded."""

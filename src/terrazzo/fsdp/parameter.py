@@ -118,8 +118,9 @@ class ShardedParameter:
             local = redistribute_local(face._local.detach(), face._layout, layout)
         face.data = wrap(local, layout)
 
-    def explain(self) -> None:
-        """Set the text on the sharded parameter that error messages about it contain."""
+    def explain(self, name: str) -> None:
+        """Take this name, and set the text on the sharded parameter that error messages about it contain."""
+        self.name = name
         self.sharded._note = (
             f"{self.name!r} was sharded by fully_shard, and is unsharded only while its module runs: call "
             "the module itself, not its forward or a module in it; other methods need register_fsdp_forward_method, or "

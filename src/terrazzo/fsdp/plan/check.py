@@ -13,7 +13,7 @@ stream has recorded. The checker keeps a vector clock for each stream, and finds
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation, Stream
@@ -29,15 +29,14 @@ class PlanError(FSDPError):
     """A plan would use data that is not there yet, or not there any more."""
 
 
-@dataclass(slots=True)
-class _Memory:
+class _Memory(NamedTuple):
     """The last uses of a buffer, by stream and time."""
 
-    home: str = ""  # the stream that allocated it
-    written: tuple[str, int] | None = None
-    read: Clock = field(default_factory=dict)
-    by: str = ""  # the last writer, for messages
-    readers: dict[str, str] = field(default_factory=dict)
+    home: str  # the stream that allocated it
+    written: tuple[str, int] | None
+    by: str  # the last writer, for messages
+    read: Clock
+    readers: dict[str, str]
 
 
 class Checker:
@@ -78,8 +77,7 @@ class Checker:
             memory = self._memory(buffer, operation)
             if memory is not None:
                 self._check_unused(stream, memory, buffer, operation, "is written")
-                memory.written, memory.by = (stream, self._now[stream]), str(operation)
-                memory.read, memory.readers = {}, {}
+                self._live[buffer] = _Memory(memory.home, (stream, self._now[stream]), str(operation), {}, {})
         for buffer in operation.gives:
             memory = self._live.pop(buffer, None)
             if memory is not None:
@@ -91,7 +89,7 @@ class Checker:
             return
         for given, memory in self._given.pop(stream, []):
             self._check_unused(stream, memory, given, operation, "was given back, and its memory is taken")
-        self._live[buffer] = _Memory(home=stream)
+        self._live[buffer] = _Memory(stream, None, "", {}, {})
         self.held += self._sizes.get(buffer, 0)
         self.peak = max(self.peak, self.held)
         if self._bound is not None and self.held > self._bound:
@@ -100,7 +98,7 @@ class Checker:
     def _memory(self, buffer: Buffer, operation: Operation) -> _Memory | None:
         memory = self._live.get(buffer)
         if memory is None and buffer.kind in _PERSISTENT:
-            memory = self._live[buffer] = _Memory()
+            memory = self._live[buffer] = _Memory("", None, "", {}, {})
         if memory is None and buffer.kind != "partial":
             raise PlanError(f"{operation}: {buffer.kind} of {buffer.unit} has no memory")
         return memory

@@ -21,11 +21,12 @@ class Course:
     """The events of the backward of one forward, the last first. The outermost module's unit is left at the end of
     backward, so this has no event here."""
 
-    __slots__ = ("__weakref__", "done", "events", "left", "root", "units")
+    __slots__ = ("__weakref__", "done", "events", "left", "order", "root", "units")
 
     def __init__(self, root: Any, units: Any) -> None:
         self.root, self.units = root, units  # as they were then
         self.done = False  # whether a backward has run through it
+        self.order: list[int] = []  # the units, as their forwards begin
         self.events: list[tuple[Any, ...]] = []
         self.left = 0  # the number of events that the backward that runs has not come to
 
@@ -38,17 +39,6 @@ class Course:
     def left_by(self, unit: int, before: tuple[int, ...]) -> None:
         """The forward of a module of the unit ends; `before` are the units whose forwards ended before."""
         self.events.append((Event.REACH, unit, before))
-
-
-class Backward:
-    """What this rank knows of a backward that runs."""
-
-    def __init__(self) -> None:
-        self.courses: list[Course] = []  # those of the forwards that it has reached
-        self.reached: set[int] = set()  # the units that it has reached, on this rank
-        self.staying: set[int] = set()  # those of them that it leaves at its end only
-        self.unnoticed: list[str] = []  # the names of those through which it ran without notice
-        self.records_graph = False  # for another backward to run through
 
 
 def any_open(courses: WeakSet[Course]) -> bool:

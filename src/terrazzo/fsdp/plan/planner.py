@@ -193,7 +193,7 @@ class _Planner:
 
     def follow(self) -> None:
         if self.spec.streams:
-            self.operations += FOLLOWING_ALL
+            self.operations.extend(FOLLOWING_ALL)
 
     def recompute(self, unit: int) -> None:
         self._gather(unit)
@@ -227,7 +227,7 @@ class _Planner:
 
     def _follow(self) -> None:
         if self.spec.streams:
-            self.operations += FOLLOWING
+            self.operations.extend(FOLLOWING)
 
     def _gather(self, unit: int, why: str = "unshard") -> None:
         """Start to gather the unit, if it is sharded."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,23 @@ _ALIGNMENT = 64  # bytes
 _address = Tensor.data_ptr
 
 
+class _Whole(NamedTuple):
+    """The unsharded parameters' buffer, and where they are in it; or in the shards, if these are the parameters."""
+
+    buffer: Tensor
+    places: list[Tensor]
+    pieces: list[Tensor]  # the same as the plan fills them
+    memory: ReturnableMemory | None  # None if the shards are the parameters
+
+
+class _Seen(NamedTuple):
+    """The unsharded parameters' counters when nobody but us had written there."""
+
+    counted: list[int]
+    versions: list[int]
+    uses: int
+
+
 class Bucket:
     """Some parameters of one dtype, sharded on one mesh."""
 
@@ -53,18 +71,12 @@ class Bucket:
                 param.attributes = attributes_of(param.unsharded_local)  # type: ignore[arg-type]
             values = self.plan.own_chunks(values)
         self._place(values)
-        self._buffer: Tensor | None = None
-        # Of the unsharded parameters, when nobody but us had written there.
-        self._counted: list[int] = []
-        self._versions: list[int] = []
-        self._uses = -1
+        self._whole: _Whole | None = None  # once the shards have values
+        self._seen = _Seen([], [], -1)
         self._filled: list[int] = []  # the shards' version counters when the unsharded parameters got their values
-        self._places: list[Tensor] = []  # where the unsharded parameters are in the buffer, or in the shards
-        self.pieces: list[Tensor] = []  # the same as the plan fills them
-        self._memory: ReturnableMemory | None = None  # of the unsharded buffer, unless the shards are the parameters
         self.tag = FIRST_TAG  # of its messages; the next one is that of its gradients
         self.aliased = False  # whether the unsharded parameters are the shards themselves
-        self._in_place: tuple[tuple[FlatPlan, torch.dtype], InPlace | None] | None = None
+        self._in_place: dict[tuple[FlatPlan, torch.dtype], InPlace | None] = {}
 
     def plan_over(self, axis: Axis, params: Sequence[ShardedParameter], extra: int = 0) -> FlatPlan:
         """The flat plan of `params` over `axis`."""
@@ -121,18 +133,18 @@ class Bucket:
     def in_place(self) -> InPlace | None:
         """The plan for gathering directly into the unsharded parameters, if that is possible."""
         key = self.plan, self.compute_dtype
-        if self._in_place is None or self._in_place[0] != key:
+        if key not in self._in_place:
             itemsize = self.compute_dtype.itemsize
             suits = InPlace.suits(self.plan, self.settings.mesh.shard, itemsize)
-            self._in_place = key, InPlace(self.plan, itemsize) if suits else None
-        return self._in_place[1]
+            self._in_place[key] = InPlace(self.plan, itemsize) if suits else None
+        return self._in_place[key]
 
     def gather_in_place(self) -> GatherInPlace:
         """Start to gather into the unsharded parameters."""
         how = self.in_place()
         assert how is not None
         self.take()
-        return how.gather(self.to_send(self.shard), self.pieces, self.settings.mesh.shard, self.tag)
+        return how.gather(self.to_send(self.shard), self._pieces, self.settings.mesh.shard, self.tag)
 
     # ------------------------------------------------------------------ epochs
 
@@ -161,8 +173,8 @@ class Bucket:
 
     def _note_increments(self, written: list[int]) -> None:
         for i in written:
-            self._counted[i] += 1
-            self._versions[i] += 1
+            self._seen.counted[i] += 1
+            self._seen.versions[i] += 1
 
     # ------------------------------------------------------------------ unsharded parameters
 
@@ -177,28 +189,28 @@ class Bucket:
 
     def prepare(self) -> None:
         """Create the unsharded parameters, when the shards have values."""
-        if self._buffer is not None or self.is_meta:
+        if self._whole is not None or self.is_meta:
             return
         self.aliased = self.will_alias
         with torch.inference_mode(False), torch.no_grad():
             if self.aliased:
-                self._buffer, locals_ = self.shard, self.plan.own_views(self.shard)
+                buffer, locals_ = self.shard, self.plan.own_views(self.shard)
                 # A write to the one is a write to the other, also for autograd.
                 counting = [p.sharded._local.detach() for p in self.params]
             else:
                 starts, end = self._layout()
-                self._buffer = torch.empty(end, dtype=self.compute_dtype, device=self.settings.mesh.device)
+                buffer = torch.empty(end, dtype=self.compute_dtype, device=self.settings.mesh.device)
                 locals_ = [
-                    self._buffer[start : start + prod(p.shape)].view(p.shape)
+                    buffer[start : start + prod(p.shape)].view(p.shape)
                     for start, p in zip(starts, self.params, strict=True)
                 ]
-                self.pieces = self.plan.pieces(locals_)
                 counting = [local.data for local in locals_]  # for autograd gathering again must not count as a write
             for param, local in zip(self.params, counting, strict=True):
                 param.make_unsharded(local)
-            self._places = locals_
             self._remember_writes()
-            self._memory = None if self.aliased else ReturnableMemory(self._buffer, self._warning())
+            pieces = [] if self.aliased else self.plan.pieces(locals_)
+            memory = None if self.aliased else ReturnableMemory(buffer, self._warning())
+            self._whole = _Whole(buffer, locals_, pieces, memory)
             self.free()
 
     def _warning(self) -> str:
@@ -210,29 +222,40 @@ class Bucket:
 
     def free(self) -> None:
         """Free the memory of the unsharded parameters."""
-        if self._memory is not None:
-            self._memory.give_back()
+        whole = self._whole
+        if whole is not None and whole.memory is not None:
+            whole.memory.give_back()
+
+    @property
+    def _pieces(self) -> list[Tensor]:
+        """The unsharded parameters' memory, as the plan fills it."""
+        assert self._whole is not None
+        return self._whole.pieces
+
+    @property
+    def _places(self) -> list[Tensor]:
+        return [] if self._whole is None else self._whole.places
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor is in memory that `free` frees."""
-        return self._memory is not None and self._memory.owns(tensor)
+        whole = self._whole
+        return whole is not None and whole.memory is not None and whole.memory.owns(tensor)
 
     def is_touched(self) -> bool:
         """Whether users may have written to the unsharded parameters since the last `save_writes`, or exchanged them;
         a quick answer, which knows less than `save_writes` finds."""
-        if uses.count != self._uses:
+        if uses.count != self._seen.uses:
             return True
         locals_ = [p.unsharded_local for p in self.params]
         places = self._pointers if self.aliased else [*map(_address, self._places)]
         if [*map(_address, locals_)] != places:
             return True
-        return not self.aliased and [*map(version_of, locals_)] != self._versions
+        return not self.aliased and [*map(version_of, locals_)] != self._seen.versions
 
     def _remember_writes(self) -> None:
         locals_ = [p.unsharded_local for p in self.params]
-        self._counted = [writes_to(local) for local in locals_]
-        self._versions = [version_of(local) for local in locals_]
-        self._uses = -1 if was_asked(locals_) else uses.count
+        counted, versions = [writes_to(local) for local in locals_], [version_of(local) for local in locals_]
+        self._seen = _Seen(counted, versions, -1 if was_asked(locals_) else uses.count)
 
     def save_writes(self, current: bool) -> list[str]:
         """Copy to the shards what users have written to the unsharded parameters, where PyTorch has counted that, or
@@ -240,12 +263,12 @@ class Bucket:
 
         If the unsharded parameters are not `current`, their values are dropped.
         """
-        if self._buffer is None:
+        if self._whole is None:
             return []
         moved = self._bring_back()
-        before = self._counted
+        before = self._seen.counted
         self._remember_writes()
-        written = [i for i, count in enumerate(self._counted) if count != before[i] or i in moved]
+        written = [i for i, count in enumerate(self._seen.counted) if count != before[i] or i in moved]
         if self.aliased:
             self._epochs_before += bool(moved)
             return []
@@ -263,7 +286,8 @@ class Bucket:
 
     def note_write(self, i: int) -> None:
         """Note that users have written to a parameter where it was kept meanwhile."""
-        self._counted[i] = self._uses = -1
+        self._seen.counted[i] = -1
+        self._seen = self._seen._replace(uses=-1)
 
     def _bring_back(self) -> list[int]:
         """Copy what users have set `.data` of unsharded parameters to into the memory that gathers fill; returns which
@@ -301,17 +325,17 @@ class Bucket:
             buffer = buffer.to(device, non_blocking=True)
         return buffer if buffer.dtype is dtype else buffer.to(dtype)
 
-    def take(self) -> Tensor | None:
-        """Allocate memory for the unsharded parameters; returns their buffer."""
-        if self._memory is not None:
-            self._memory.take_back()
-        return self._buffer
+    def take(self) -> None:
+        """Allocate memory for the unsharded parameters."""
+        whole = self._whole
+        if whole is not None and whole.memory is not None:
+            whole.memory.take_back()
 
     def receive(self, pending: Pending[Tensor]) -> None:
         """Wait for a gather, and fill the unsharded parameters."""
         gathered = pending.wait()
         if not isinstance(pending, GatherInPlace):
-            self.fill(gathered, self.plan, self.pieces)
+            self.fill(gathered, self.plan, self._pieces)
 
     def fill(self, gathered: Tensor, plan: FlatPlan, pieces: list[Tensor]) -> None:
         """Fill the unsharded parameters from the gathered sections."""
@@ -381,7 +405,7 @@ class Bucket:
         if not self.equal:
             self.equal = True
             self.plan = self.plan_over(self.settings.mesh.shard, self.params)
-            self._buffer, self.aliased = None, False
+            self._whole, self.aliased = None, False
             self.rebuild()
             self.prepare()
 
@@ -393,8 +417,8 @@ class Bucket:
         epoch = self.epoch
         self._place(locals_)
         self._epochs_before += max(0, epoch + 1 - self.epoch)
-        if self._buffer is not None and (self.aliased or changed or self.will_alias):
-            self._buffer, self.aliased = None, False
+        if self._whole is not None and (self.aliased or changed or self.will_alias):
+            self._whole, self.aliased = None, False
             self.prepare()
 
 

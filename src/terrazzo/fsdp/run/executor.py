@@ -55,7 +55,7 @@ class Executor:
         self.observers: tuple[Observer, ...] = ()
         self._epochs: dict[int, int] = {}  # by unit, the epoch that was last reported to observers
         self._nodes: dict[tuple[Spec, tuple[int, ...], State], _Node] = {}
-        self._spec: Spec | None = None
+        self.spec = Spec((), False)  # the planner's input
         self._order: tuple[int, ...] = ()
 
     def use(self, units: list[Unit], state: State, streams: Streams | None) -> None:
@@ -70,14 +70,19 @@ class Executor:
         """The state of the units."""
         return self._node.state
 
-    def plan_with(self, spec: Spec, order: tuple[int, ...]) -> None:
-        """Use this spec and this order of units from now on."""
-        self._spec, self._order = spec, order
+    def plan_with(self, spec: Spec) -> None:
+        """Use this spec from now on."""
+        self.spec = spec
         self._node = self._node_of(self._node.state)
 
+    def expect(self, order: tuple[int, ...]) -> None:
+        """Expect units to run in this order from now on."""
+        if order != self._order:
+            self._order = order
+            self._node = self._node_of(self._node.state)
+
     def _node_of(self, state: State) -> _Node:
-        assert self._spec is not None
-        key = (self._spec, self._order, state)
+        key = (self.spec, self._order, state)
         found = self._nodes.get(key)
         if found is None:
             if len(self._nodes) >= _MANY:
@@ -90,8 +95,7 @@ class Executor:
         node = self._node
         found = node.following.get(event)
         if found is None:
-            assert self._spec is not None
-            operations, state = advance(self._spec, self._order, node.state, event)
+            operations, state = advance(self.spec, self._order, node.state, event)
             calls = tuple(call for each in operations if (call := self.call_of(each)) is not None)
             found = node.following[event] = (calls, self._node_of(state), operations)
         try:

@@ -144,8 +144,9 @@ def _before_backward(group: Group, before: tuple[int, ...], spot: Spot | None, g
     records_graph = _records_graph(grad)
     if records_graph:
         grad.register_hook(partial(_after_double_backward, group))
-    root.come_to(spot, records_graph)
-    root.reach(index, before)
+    backward = root.backward if root.backward is not None else root.begin_backward()
+    backward.come_to(spot, records_graph)
+    backward.reach(index, before)
 
 
 def _after_backward(group: Group, spot: Spot | None, grad: Tensor) -> None:
@@ -154,8 +155,9 @@ def _after_backward(group: Group, spot: Spot | None, grad: Tensor) -> None:
     unit: Unit = group.unit
     if _records_graph(grad):
         grad.register_hook(partial(_before_double_backward, group))
-    root.come_to(spot, False)
-    root.leave(unit)
+    backward = root.backward if root.backward is not None else root.begin_backward()
+    backward.come_to(spot, False)
+    backward.leave(unit)
 
 
 def _records_graph(grad: Tensor) -> bool:
@@ -169,7 +171,7 @@ def _records_graph(grad: Tensor) -> bool:
 def _before_double_backward(group: Group, grad: Tensor) -> None:
     """Backward through a backward enters the modules where that one left them."""
     _before_backward(group, (), None, grad)
-    group.root.stay(group.unit.index)
+    group.root.backward.staying.add(group.unit.index)
 
 
 def _after_double_backward(group: Group, grad: Tensor) -> None:

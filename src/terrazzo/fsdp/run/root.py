@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -18,14 +19,16 @@ from terrazzo.comm.watch import Watch
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.misuse import note_model, remark_on_single_group, remark_on_unsharded_gradients
-from terrazzo.fsdp.plan.course import Backward, Course, Spot, any_open
+from terrazzo.fsdp.plan.course import Course, Spot, any_open
 from terrazzo.fsdp.plan.operations import Stream
-from terrazzo.fsdp.plan.state import Event, Phase, State, Where
+from terrazzo.fsdp.plan.state import Event, State, Where
 from terrazzo.fsdp.plan.step import Events
 from terrazzo.fsdp.plan.units import Spec, UnitSpec
 from terrazzo.fsdp.run import forming
+from terrazzo.fsdp.run.backward import Backward
 from terrazzo.fsdp.run.comm import Collectives, OwnComm
 from terrazzo.fsdp.run.executor import Executor, streams_for
+from terrazzo.fsdp.run.faces import Shown
 from terrazzo.fsdp.run.forming import differ, form, part, runs_of
 from terrazzo.fsdp.run.memory import free_memory_aside
 from terrazzo.fsdp.run.unit import Unit
@@ -41,6 +44,13 @@ _MOST_EVENTS = 1 << 14
 _MOST_SPECS = 64
 
 
+class _Forming(Enum):
+    """What is to be done about units before the next forward."""
+
+    PARTS = "part those of different settings"
+    JOINS = "form all again"
+
+
 class Root:
     """The groups of a module and of all modules in it, and of other models that share modules with it.
 
@@ -52,8 +62,8 @@ class Root:
         self._number = number  # among the roots of its process group
         device = groups[0].settings.mesh.device
         self.streams = streams_for(device)
+        self.has_replicas = any(group.unit.replicated for group in groups)
         self.device = device
-        self._has_replicas = any(group.unit.replicated for group in groups)
         mesh = next((group.settings.mesh for group in groups if group.params), None)
         shard, replicate = (None, None) if mesh is None else (mesh.shard, mesh.replicate)
         ranks = [] if mesh is None else ranks_of(mesh.mesh)
@@ -68,21 +78,17 @@ class Root:
         self._use({group.unit: _where_now(group) for group in groups})
         self.is_last_backward = True
         self.coalesce_bytes = forming.COALESCE_BYTES
-        # What is to be done before the next forward: form all units again, or part those of different settings.
-        self._joins, self._parts = False, True
+        self._forming: _Forming | None = _Forming.PARTS
         self._courses_made: WeakSet[Course] = WeakSet()  # those of forwards whose graphs exist
-        self._entered: list[int] = []  # the units of this forward
         self.course: Course | None = None  # of this forward
-        self._backward: Backward | None = None  # that runs
+        self.backward: Backward | None = None  # that runs
         self._gradients_wait = False  # for the step of an optimizer
         self._ran: set[int] = set()  # the units whose forwards this backward may run through
         self._backward_ended = False
-        # The order of units in the last forward of each outermost module, and the expected order.
+        # The order of units in the last forward of each outermost module.
         self._orders: dict[int, tuple[int, ...]] = {}
-        self._order: tuple[int, ...] = ()
-        self._spec = Spec((), False)
         self._specs: dict[tuple[tuple[bool, ...], ...], Spec] = {}  # by the groups' switches, since sizes last changed
-        self._changed = self._switched = self._reordered = True
+        self._stale = True  # whether plans must be made from another `spec`
         self._passing: deque[tuple[Any, ...]] = deque(maxlen=_MOST_EVENTS)  # events since the last forward began
         self.passes: dict[int, Events] = {}  # by outermost module, the events of its last forward with a backward
 
@@ -99,9 +105,7 @@ class Root:
         for unit, now in units.items():
             index = numbers[unit.groups[0]]
             where[index] = now
-            unit.belong_to(self._number, index)
-            unit.waits_at_once = self.streams is not None
-            unit.comm = OwnComm(self._comm, unit.options)
+            unit.belong_to(self._number, index, OwnComm(self._comm, unit.options), self.streams is not None)
         self.units = list(units)
         self.executor.use(self.units, replace(state, where=tuple(where)), self.streams)
 
@@ -109,7 +113,7 @@ class Root:
 
     def coalesce(self, nbytes: int) -> None:
         """Units have at most so many bytes of parameters, or one group, from now on, or from the next forward on."""
-        self.coalesce_bytes, self._joins, self._parts = nbytes, True, True
+        self.coalesce_bytes, self._forming = nbytes, _Forming.JOINS
         self.form_units()
 
     def form_units(self) -> None:
@@ -118,9 +122,9 @@ class Root:
         Units get new memory for unsharded parameters, so it is done between steps, when no graph refers to what they
         had. Groups that were parted stay so, until `coalesce` is called.
         """
-        if not self._parts or not self._is_idle or self._backward is not None:
+        if self._forming is None or not self._is_idle or self.backward is not None:
             return
-        many = [self.groups] if self._joins else [unit.groups for unit in self.units]
+        many = [self.groups] if self._forming is _Forming.JOINS else [unit.groups for unit in self.units]
         runs = [run for groups in many for run in runs_of(groups, self.coalesce_bytes)]
         former = [unit for unit in self.units if unit.groups not in runs]
         if former and (any_open(self._courses_made) or self._holds_gradients(former)):
@@ -128,10 +132,11 @@ class Root:
         for unit in former:
             if self.state.where[unit.index] is not Where.SHARDED:
                 self.reshard(unit)
-            self._changed |= unit.adopt(unit.replaced())
+            if unit.adopt(unit.replaced()):
+                self._resize()
         if len({param.values.device.type for unit in former for param in unit.params}) > 1:
             return  # only some are materialised
-        self._joins = self._parts = False
+        self._forming = None
         if not former:
             return
         with torch.inference_mode(False):
@@ -139,7 +144,8 @@ class Root:
         self._use({unit: self.state.where[unit.index] if unit in self.units else Where.SHARDED for unit in units})
         self._orders.clear()
         self.passes.clear()
-        self._order, self._changed = (), True
+        self.executor.expect(())
+        self._resize()
 
     def _holds_gradients(self, units: Sequence[Unit]) -> bool:
         """Whether there are reductions of these units that have begun and not ended."""
@@ -162,15 +168,26 @@ class Root:
 
     def changed(self) -> None:
         """Called when a setting has changed: plans must be made again, and perhaps units."""
-        self._changed = self._parts = True
+        self._resize()
+        self._part()
 
     def switched(self) -> None:
         """Called when a group's `switches` have changed: as `changed`, but sizes are as they were."""
-        self._switched = self._parts = True
+        self._stale = True
+        self._part()
+
+    def _part(self) -> None:
+        if self._forming is None:
+            self._forming = _Forming.PARTS
+
+    def _resize(self) -> None:
+        """Note that sizes have changed, so that plans must be made again."""
+        self._specs.clear()
+        self._stale = True
 
     def _spec_now(self) -> Spec:
         """`spec`, made once for these switches: programs turn some of them in every step."""
-        if self._changed or len(self._specs) >= _MOST_SPECS:
+        if len(self._specs) >= _MOST_SPECS:
             self._specs.clear()
         key = tuple([unit.groups[0].switches() for unit in self.units])
         found = self._specs.get(key)
@@ -219,16 +236,14 @@ class Root:
             with outside_transforms():
                 self.advance(event)
             return
-        if self._changed or self._switched or self._reordered:
-            if self._changed or self._switched:
-                self._spec = self._spec_now()
-            self._changed = self._switched = self._reordered = False
-            self.executor.plan_with(self._spec, self._order)
+        if self._stale:
+            self._stale = False
+            self.executor.plan_with(self._spec_now())
         self._passing.append(event)
         try:
             self.executor.advance(event)
         except BaseException:
-            self._backward = None
+            self.backward = None
             raise
 
     def advance_without_graph(self, event: tuple[Any, ...]) -> None:
@@ -248,7 +263,7 @@ class Root:
                 self.begin_forward(module)
             return
         inside = in_backward()
-        if inside and self._backward is not None:  # computed again
+        if inside and self.backward is not None:  # computed again
             self._show_unsharded()
             self.advance((Event.FORWARD, module, True, ()))
             return
@@ -259,38 +274,38 @@ class Root:
         written = self._written(replaced)
         self.advance((Event.FORWARD, module, inside, written))
         try:
-            placed = False
+            placed = flags = False
             for unit, found in replaced.items():
                 if unit.params and (found or where[unit.index] is Where.SHARDED or unit.index in written):
                     placed |= unit.adopt(found)
                 else:
-                    self._changed |= unit.follow_flags()
+                    flags |= unit.follow_flags()
             if placed:
-                self._changed = True
                 self.executor.advance((Event.FOLLOW,))
+            if placed or flags:
+                self._resize()
         except BaseException:
             self.executor.reset(gradients=False)
             raise
         self._show_unsharded()
 
     def _begin_step(self, module: int) -> None:
-        self._entered = []
         if self._backward_ended:
             self._backward_ended = False
             self._ran.clear()
-        if self._backward is not None:
+        if self.backward is not None:
             self.recover()
         self.form_units()
         self._passing.clear()
         self.course = Course(self, self.units)
         self._courses_made.add(self.course)
         self.settle()
-        self._expect(self._orders.get(module, ()))
+        self.executor.expect(self._orders.get(module, ()))
 
     def _show_unsharded(self) -> None:
         """Register the unsharded parameters of units that rest: they are about to be used."""
         for unit in self.units:
-            if unit.resting:
+            if unit.faces.shown is Shown.RESTING:
                 unit.show_unsharded()
 
     def _rest(self, wanted: Callable[[Unit], bool]) -> None:
@@ -341,16 +356,13 @@ class Root:
         flags = self.watch.agree([bool(replaced[unit]) or unit.was_written() for unit in kept])
         return tuple([unit.index for unit, flag in zip(kept, flags, strict=True) if flag])
 
-    def _expect(self, order: tuple[int, ...]) -> None:
-        """Set the order in which units are expected to run."""
-        if order != self._order:
-            self._order, self._reordered = order, True
-
     def enter(self, unit: Unit, outermost: bool) -> Spot | None:
         """Called when a unit's forward begins; returns the spot where backward leaves it, if one may."""
         self.watch.note(unit, "run")
-        self._entered.append(unit.index)
-        if self.course is None or not torch.is_grad_enabled():
+        if self.course is None:
+            return None
+        self.course.order.append(unit.index)
+        if not torch.is_grad_enabled():
             return None
         self._ran.add(unit.index)
         return (self.course, -1) if outermost else self.course.entered(unit.index)
@@ -362,7 +374,7 @@ class Root:
 
     def is_trained(self, unit: Unit) -> bool:
         """Whether the unit's gradients are reduced or accumulated."""
-        return self._spec.units[unit.index].trainable
+        return self.executor.spec.units[unit.index].trainable
 
     def end_forward(self, failed: bool = False) -> None:
         """Called when the outermost forward has ended."""
@@ -370,23 +382,23 @@ class Root:
         self.advance((Event.FORWARD_ENDS, inside))
         if inside:  # computed again, and perhaps not to the end
             return
-        self.course = None
+        course, self.course = self.course, None
         if self._gradients_wait and not torch.is_grad_enabled():
             self._rest(Unit.has_sharded_gradients)
-        if failed:
+        if failed or course is None:
             self.watch.forget()
         else:
-            order = self._orders[module] = tuple(self._entered)
-            self._expect(order)
+            order = self._orders[module] = tuple(course.order)
+            self.executor.expect(order)
             self.watch.compare()
 
     # ------------------------------------------------------------------ backward
 
-    def _begin_backward(self) -> Backward:
+    def begin_backward(self) -> Backward:
         """Called once per backward."""
-        if self._parts:
+        if self._forming is not None:
             self._check_units()
-        found = self._backward = Backward()
+        found = self.backward = Backward(self)
         self._show_unsharded()
         if self.streams is not None and any(unit.params and unit.was_written_since_forward() for unit in self.units):
             self.executor.advance((Event.FOLLOW,))  # perhaps by an optimizer's step: gathers wait for it
@@ -395,109 +407,23 @@ class Root:
         at_end_of_backward(self._end_backward)
         return found
 
-    def come_to(self, spot: Spot | None, records_graph: bool) -> None:
-        """Called when backward comes to a spot: do what lies before it, which this rank's loss does not depend on."""
-        backward = self._backward if self._backward is not None else self._begin_backward()
-        backward.records_graph = backward.records_graph or records_graph
-        if spot is None:  # not in a forward
-            return
-        course, at = spot
-        if not backward.courses or course is not backward.courses[-1]:
-            self._begin_course(backward, course)
-        if at + 1 < course.left:
-            self._follow(course, at + 1)
-        if at < course.left:
-            course.left = at if at > 0 else 0
-
-    def _begin_course(self, backward: Backward, course: Course) -> None:
-        """Called when backward comes to another forward."""
-        if course.root is not self:  # the module has another root now
-            course.left = 0
-        elif course.units is not self.units:
-            raise FSDPError(
-                f"rank {dist.get_rank()}: a second backward ran through a forward after which settings of some modules "
-                "had been changed, so that these are gathered in other messages now: change settings after the last "
-                "backward, or call set_coalesce_bytes(0) on the model"
-            )
-        elif course not in backward.courses:
-            for each in backward.courses:  # later forwards, through which backward has run
-                self._follow(each)
-            course.left = len(course.events)
-            backward.courses.append(course)
-
-    def _follow(self, course: Course, until: int = 0) -> None:
-        """Do the events of a course that no hook on this rank has done, down to `until`."""
-        backward = self._backward
-        assert backward is not None
-        while course.left > until:
-            course.left -= 1
-            kind, unit, *more = course.events[course.left]
-            phase = self.state.phase[unit]
-            if kind is Event.REACH and phase is Phase.IDLE:
-                if unit not in backward.reached and self.unit_at(unit).with_own_gradients():
-                    self._look_for_unnoticed(unit)
-                self._reach(unit, *more)
-            elif kind is Event.REACH_END and phase is Phase.BACKWARD:
-                if not (backward.records_graph and unit in backward.reached):  # backward through this one may be in it
-                    self.advance_without_graph((kind, unit))
-
-    def reach(self, unit: int, before: tuple[int, ...]) -> None:
-        """Called when backward reaches a unit; `before` are the units that ran before it, the latest first."""
-        assert self._backward is not None
-        reached = self._backward.reached
-        if self.state.phase[unit] is not Phase.BACKWARD:
-            known = self.groups[unit].unit
-            if len(known.modules) > 1 and unit not in reached and known.with_own_gradients():
-                self._look_for_unnoticed(unit)  # of another of its modules
-            self._reach(unit, before)
-        reached.add(unit)
-
-    def stay(self, unit: int) -> None:
-        """Called when backward enters a unit's modules through an earlier backward, which it may not have left when it
-        leaves the forward: autograd orders what one thread has recorded, and an accelerator's backwards have another
-        thread than the forwards."""
-        assert self._backward is not None
-        self._backward.staying.add(unit)
-
-    def leave(self, unit: Unit) -> None:
-        """Called when backward leaves the unit's modules through an input."""
-        assert self._backward is not None
-        if unit.index in self._backward.staying:
-            return
-        if self.state.phase[unit.index] is Phase.BACKWARD or unit.has_gradients():
-            if unit.index not in self._backward.reached:
-                self._look_for_unnoticed(unit.index)
-            self.advance_without_graph((Event.REACH_END, unit.index))
-
-    def _reach(self, unit: int, before: tuple[int, ...]) -> None:
-        self.advance_without_graph((Event.REACH, unit, before))
-        if Where.GATHERING not in self.state.where:
-            free_memory_aside()  # the next ones are gathered already, or there are none
-
     def _follow_flags(self) -> None:
         """Notice what users have frozen since forward: it gets no gradients in this backward."""
         if functorch_active():
             with outside_transforms():
                 self._follow_flags()
             return
-        for unit in self.units:
-            self._changed |= unit.follow_flags()
+        changed = [unit.follow_flags() for unit in self.units]
+        if any(changed):
+            self._resize()
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        backward = self._backward
+        backward = self.backward
         if backward is None:  # it has failed
             return
-        for course in backward.courses:
-            self._follow(course)
-            course.done = True
-        with_gradients = tuple(
-            [unit.index for unit in self.units if unit.has_gradients() or self._waits_for_replicas(unit)]
-        )
-        for index in with_gradients:
-            if index not in backward.reached:
-                self._look_for_unnoticed(index)
-        self._backward = None
+        with_gradients = backward.end()
+        self.backward = None
         # A backward through this one's graph may begin inside modules that this one did not leave: nothing would tell,
         # so they stay unsharded. If their parameters got gradients, those are what was asked for.
         graph = (True,) if backward.records_graph else ()
@@ -511,48 +437,15 @@ class Root:
             self._rest(lambda unit: unit.has_sharded_gradients() or unit.was_written())
         for unit in self.units:
             # On all ranks, also on those that got no gradients, so that all take part when they are reduced.
-            if not self._spec.units[unit.index].gradient_sync and unit.index in kept:
+            if not self.executor.spec.units[unit.index].gradient_sync and unit.index in kept:
                 unit.keep_gradients()
         self._backward_ended = True
         self.watch.compare()
         self.watch_replicas.compare(always=False)
-        lost = [name for unit in self.units for name in unit.with_gradients_of_kept_parts()]
-        if lost:
+        fault = backward.fault()
+        if fault is not None:
             self.recover()
-            raise FSDPError(
-                f"backward gave gradients to the parts of parameters ({', '.join(map(repr, lost[:3]))}"
-                f"{', ...' if len(lost) > 3 else ''}) that reshard_after_forward=n keeps between forward and backward, "
-                "where the optimizer does not see them: something was computed from model.parameters() between forward "
-                "and backward. Compute it before forward, or in a module, or pass reshard_after_forward=True"
-            )
-        if backward.unnoticed:
-            self.recover()
-            raise FSDPError(
-                f"backward computed gradients of {backward.unnoticed} without notice, when their parameters were "
-                "freed: an output of the module reached the loss in an object that fully_shard does not look into, or "
-                "as an attribute. Return tensors, also in tuples, lists, sets, dicts, dataclasses or pytrees; or keep "
-                "the parameters with reshard_after_forward=False"
-            )
-
-    def _look_for_unnoticed(self, index: int) -> None:
-        """Note a unit with gradients if backward ran through its modules without a hook that said so, while its
-        parameters were freed.
-
-        Freed parameters read as NaN. Where they were about to be received in place, they may read as anything.
-        """
-        unit, where = self.unit_at(index), self.state.where[index]
-        if unit.waiting or unit.has_partial() or unit.aliased or where is Where.UNSHARDED:
-            return
-        arriving = where is Where.GATHERING and unit.in_place
-        if arriving or any(gradients.have_nan() for gradients in unit.gradients):
-            assert self._backward is not None
-            self._backward.unnoticed.append(unit.name)
-
-    def _waits_for_replicas(self, unit: Unit) -> bool:
-        """Whether a unit has gradients from an earlier backward that must be reduced over the replicas now."""
-        if not (self._has_replicas and unit.options.all_reduce and unit.has_partial()):
-            return False
-        return not any(unit.index == one.unit for one in self.state.reducing)
+            raise FSDPError(fault)
 
     @torch.no_grad()
     def reduce_now(self) -> None:
@@ -561,18 +454,21 @@ class Root:
 
     def recover(self) -> None:
         """The last backward raised: nothing of it is of use."""
-        self._entered = []
-        self.course = self._backward = None
+        self.course = self.backward = None
         self.watch.forget()
         self.watch_replicas.forget()
         self.executor.reset(gradients=True)
         free_memory_aside()
 
+    def give_up(self) -> None:
+        """Have no units: another root has them."""
+        self.units = []
+
     def share_streams_of(self, other: Root) -> None:
         """Communicate on the streams of another root."""
         self.streams = self.watch.streams = self.watch_replicas.streams = other.streams
         self.executor.use(self.units, self.state, other.streams)
-        self._changed = True
+        self._resize()
 
     # ------------------------------------------------------------------ called by users
 
@@ -580,13 +476,14 @@ class Root:
         """Start to gather a group; between steps without others."""
         at_rest = self._is_idle
         if at_rest and len(group.unit.groups) > 1 and not self._courses_made:
-            group.apart = self._parts = True
+            group.apart = True
+            self._part()
             self.form_units()
         unit: Unit = group.unit
         if unit.params and at_rest:
             self.follow(unit)
         self.advance((Event.UNSHARD, unit.index, at_rest))
-        if unit.resting:
+        if unit.faces.shown is Shown.RESTING:
             unit.show_unsharded()
 
     def reshard(self, unit: Unit) -> None:
@@ -605,7 +502,8 @@ class Root:
             if self.watch.agree([bool(found) or unit.was_written()])[0]:
                 self.advance((Event.RESHARD, unit.index))
         if self.state.where[unit.index] is Where.SHARDED:
-            self._changed |= unit.adopt(found, partly=partly)
+            if unit.adopt(found, partly=partly):
+                self._resize()
 
 
 def _units_of(groups: Sequence[list[Group] | None]) -> tuple[int, ...] | None:
@@ -637,7 +535,7 @@ def _become_root(group: Group) -> Root:
         found = group_of(inner)
         if found is not None:
             if id(found) not in groups:
-                found.name = name or type(module).__mro__[2].__name__  # the original class's name
+                found.rename(name or type(module).__mro__[2].__name__)  # the original class's name
             groups[id(found)] = found
     own = list(groups.values())
     formers = _roots_of(own)
@@ -646,24 +544,20 @@ def _become_root(group: Group) -> Root:
     for each in members:
         if each.root is not None and each.root.state.in_backward:
             raise FSDPError(f"{each.name!r} cannot become part of a larger model during its backward")
-    by_face = {id(p.sharded): p for each in members for p in each.params}
-    for name, parameter in module.named_parameters():
-        known = by_face.get(id(parameter))
-        if known is not None:
-            known.name = name
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     process_group, number = group.settings.mesh.shard.group, 0
     if process_group is not None:
         number = _roots.get(process_group, 0)
         _roots[process_group] = number + 1
     for unit in dict.fromkeys(each.unit for each in members):  # other groups of theirs have another root, or none yet
         part(unit, lambda each: each in members)
+    for param in [param for each in members for param in each.params]:
+        param.explain(names.get(id(param.sharded), param.name))
     root = Root(members, tops, number)
     note_model(root)
     for former in formers:
-        former.units = []
+        former.give_up()
     for each in members:
-        for param in each.params:
-            param.explain()
         each.root = root
         if each.auto_reshard:  # backward would gather the root's parameters again at once
             each.reshard_after_forward = each not in tops

@@ -8,32 +8,41 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from terrazzo._torch.autograd import in_backward
-from terrazzo._torch.modules import parameters_of
 from terrazzo.comm.pending import Pending
 from terrazzo.comm.sections import FIRST_TAG
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.meshes import DataMesh, InnerMesh
-from terrazzo.fsdp.misuse import check_optimizers_again, remark_on_writes
+from terrazzo.fsdp.misuse import remark_on_writes
 from terrazzo.fsdp.offload import park_state_of
-from terrazzo.fsdp.parameter import ShardedParameter, mark_replaced, unmark_replaced
+from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.plan.units import Sizes
+from terrazzo.fsdp.run.adopting import adopt, are_alike, check_alike
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Collectives, Comm
 from terrazzo.fsdp.run.extended import ExtendedBucket, is_extended
+from terrazzo.fsdp.run.faces import Faces, Shown
 from terrazzo.fsdp.run.gradients import Gradients
 from terrazzo.fsdp.run.kept import Kept, kept_bytes, kept_moves
 from terrazzo.fsdp.settings import Settings
-from terrazzo.layout import Layout
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.dtensor import WRITTEN
+
+_HAVE_MEMORY = (Shown.UNSHARDED, Shown.RESTING)
+
+
+class _Wiring(NamedTuple):
+    """How a unit communicates."""
+
+    tag: int  # the first of its messages
+    comm: Comm
+    waits_at_once: bool
 
 
 class Unit:
@@ -47,9 +56,7 @@ class Unit:
         self.params = tuple(param for group in groups for param in group.params)
         self.name = first.name  # for messages, when it has a root
         self.index = 0  # the number of its first group among those of the root
-        self._first_tag = FIRST_TAG
-        self.comm: Comm = Collectives()
-        self.waits_at_once = False  # whether to wait on the stream where a collective was started, not where it is used
+        self._wiring = _Wiring(FIRST_TAG, Collectives(), False)
         former = {group.unit: None for group in groups if group.unit is not None}
         self._arrange([gradients for unit in former for gradients in unit.gradients])
         self._pending: list[Pending[Tensor]] = []
@@ -57,16 +64,10 @@ class Unit:
         self._saved_epoch = -1  # after writes to the unsharded parameters were last copied to the shards
         self._remarked: set[str] = set()  # parameters that were written to in a step, of which users know
         self._kept: list[Kept | None] = []  # for each bucket its part over the smaller mesh; empty if none is kept
-        slots = [(i, slot) for i, param in enumerate(self.params) for slot in param.slots]
-        self._direct = [(parameters_of(slot.module), slot.name, i) for i, slot in slots if slot.direct]
-        self._indirect = [(slot.module, slot.name, i) for i, slot in slots if not slot.direct]
         self._prepared = False
-        self.resting = False  # the sharded parameters are registered, although the unsharded ones have memory
         self._flags_changed = False  # of requires_grad, since somebody asked
-        self._sharded: list[Any] = [p.sharded for p in self.params]
-        self._unsharded: list[Any] = []
-        self._registered = self._sharded
-        self._register(self._sharded)
+        self.faces = Faces(self.params)
+        self.replaced = self.faces.replaced
         for group in groups:
             group.unit = self
 
@@ -84,7 +85,6 @@ class Unit:
             *(Bucket(members, self._settings_on(mesh)) for (mesh, _, _), members in alike.items()),
             *(ExtendedBucket(param, self._settings_on(param.mesh)) for param in extended),
         )
-        self._extended = bool(extended)
         for param in extended:
             if param.mesh in self.inner:
                 raise FSDPError(
@@ -96,17 +96,23 @@ class Unit:
             gradients.take_over(former)
         self._set_tags()
 
-    def belong_to(self, root: int, index: int) -> None:
-        """Take the number of the root, and its own place there."""
+    def belong_to(self, root: int, index: int, comm: Comm, waits_at_once: bool) -> None:
+        """Take the number of the root, its own place there, and the collectives to use. `waits_at_once` is whether to
+        wait on the stream where a collective was started, not where its result is used."""
         more = len(self.groups) - 1
         self.name = f"{self.groups[0].name} and {more} more" if more else self.groups[0].name
         self.index = index
-        self._first_tag = FIRST_TAG + root % 4096 * (1 << 17) + index % (1 << 13) * 16
+        self._wiring = _Wiring(FIRST_TAG + root % 4096 * (1 << 17) + index % (1 << 13) * 16, comm, waits_at_once)
         self._set_tags()
 
     def _set_tags(self) -> None:
         for i, bucket in enumerate(self.buckets):
-            bucket.tag = self._first_tag + i % 8 * 2
+            bucket.tag = self._wiring.tag + i % 8 * 2
+
+    @property
+    def resting(self) -> bool:
+        """Whether the sharded parameters are registered, although the unsharded ones have memory."""
+        return self.faces.shown is Shown.RESTING
 
     def _settings_on(self, mesh: DataMesh) -> Settings:
         """The unit's settings with another mesh, for parameters that have one of their own."""
@@ -143,9 +149,8 @@ class Unit:
     @property
     def in_place(self) -> bool:
         """Whether it is gathered directly into the unsharded parameters."""
-        if self._extended or not self.buckets or not self.options.usual:
-            return False
-        return all(bucket.in_place() is not None for bucket in self.buckets)
+        usual = bool(self.buckets) and self.options.usual
+        return usual and all(not isinstance(b, ExtendedBucket) and b.in_place() is not None for b in self.buckets)
 
     def sizes(self) -> Sizes:
         """The sizes for the planner and for reports."""
@@ -174,15 +179,6 @@ class Unit:
     def _inner_of_buckets(self) -> list[tuple[Bucket, InnerMesh | None]]:
         return [(bucket, self.inner.get(bucket.settings.mesh)) for bucket in self.buckets]
 
-    # ------------------------------------------------------------------ registration
-
-    def _register(self, faces: list[Any]) -> None:
-        self._registered, self.resting = faces, False
-        for parameters, name, i in self._direct:
-            parameters[name] = faces[i]
-        for module, name, i in self._indirect:
-            setattr(module, name, faces[i])
-
     # ------------------------------------------------------------------ parameters that users have replaced
 
     @property
@@ -201,15 +197,6 @@ class Unit:
             if any(id(param.sharded) in ids for param in bucket.params):
                 bucket.move_epoch()
 
-    def replaced(self) -> dict[int, Any]:
-        """Parameters that users have registered instead of ours, by index."""
-        faces = self._registered
-        found = {i: parameters[name] for parameters, name, i in self._direct if parameters[name] is not faces[i]}
-        for module, name, i in self._indirect:
-            if (parameter := parameters_of(module)[name]) is not faces[i]:
-                found[i] = parameter
-        return found
-
     def was_written(self) -> bool:
         """Whether shards have been written to since they were gathered."""
         return self.epoch != self.gathered_epoch or not all(bucket.shards_intact() for bucket in self.buckets)
@@ -221,20 +208,19 @@ class Unit:
         may have been replaced yet: then parameters that do not fit together are not copied.
         """
         if replaced:
-            for i, found in replaced.items():
-                self._adopt_one(self.params[i], found, partly)
-            self._note_replaced()
-            self._register(self._sharded)
+            for i, one in replaced.items():
+                adopt(self.params[i], one, partly)
+            self.faces.show_replaced()
         found = [bucket for bucket in self.buckets if replaced or not bucket.shards_intact()]
         if found:
             self._prepared = False
-            found = [bucket for bucket in found if not partly or self._is_alike(bucket.params)]
+            found = [bucket for bucket in found if not partly or are_alike(bucket.params)]
             for bucket in found:
                 for param in bucket.params:
                     param.place_again()
                 for group in self.groups:
-                    self._check_alike([param for param in bucket.params if param in group.params], bucket.settings)
-            if all(self._is_alike(bucket.params) for bucket in found):
+                    check_alike([param for param in bucket.params if param in group.params], bucket.settings)
+            if all(are_alike(bucket.params) for bucket in found):
                 for bucket in found:
                     bucket.rebuild()
             else:  # one of the groups has another dtype now
@@ -256,7 +242,7 @@ class Unit:
         for each in kept:
             each.copy_flags()
         # Those of unsharded parameters are followed when the sharded ones are registered again.
-        both = self._registered is not self._sharded or self.resting
+        both = self.faces.shown is not Shown.SHARDED
         for param in self.params:
             flag = param.requires_grad
             if param.sharded._local.requires_grad is flag and (not both or param.unsharded_local.requires_grad is flag):
@@ -281,7 +267,7 @@ class Unit:
         Shards that were written after they were gathered are newer, and stay as they are. With `quick`, it is first
         asked whether there may be anything to do, as there hardly ever is.
         """
-        if self._registered is not self._unsharded and not self.resting:
+        if self.faces.shown not in _HAVE_MEMORY:
             return []
         if quick and not any(bucket.is_touched() for bucket in self.buckets):
             return []
@@ -291,67 +277,9 @@ class Unit:
             self._saved_epoch = self.epoch
         return saved
 
-    def _note_replaced(self) -> None:
-        """Mark former sharded parameters, so that an optimizer that has them raises an error."""
-        former, self._sharded = self._sharded, [p.sharded for p in self.params]
-        for param, face in zip(self.params, former, strict=True):
-            if face is not param.sharded:
-                mark_replaced(face, param.name)
-                check_optimizers_again()
-        for face in self._sharded:
-            unmark_replaced(face)
-
-    def _adopt_one(self, param: ShardedParameter, found: Any, partly: bool) -> None:
-        if found is param.sharded:
-            return
-        if isinstance(found, DTensor) and not isinstance(found, nn.Parameter):
-            raise FSDPError(
-                f"rank {dist.get_rank()}: parameter {param.name!r} was replaced by a DTensor that is no nn.Parameter, "
-                "as torch.func.functional_call does: the gather has no derivative, so gradients would be lost. Write "
-                "the values to the parameters (copy_, .data, load_state_dict), or call the module before fully_shard"
-            )
-        if isinstance(found, DTensor) and _is_same(found._layout, param.layout):
-            found._layout = param.layout  # equal meshes may have different process groups
-            if partly and found.device.type != "meta" and param.materialise(found):
-                return
-        else:
-            placed = f"DTensor placed {list(found.placements)}" if isinstance(found, DTensor) else type(found).__name__
-            raise FSDPError(
-                f"rank {dist.get_rank()}: parameter {param.name!r} was replaced by a {placed} of shape "
-                f"{tuple(found.shape)}; it must be a DTensor of shape {tuple(param.layout.shape)} with the placements "
-                f"{list(param.layout.shown)} on the same mesh"
-            )
-        param.sharded = found
-
-    def _is_alike(self, params: Sequence[ShardedParameter]) -> bool:
-        return len({(p.sharded._local.device.type, p.sharded._local.dtype) for p in params}) == 1
-
-    def _check_alike(self, params: Sequence[ShardedParameter], settings: Settings) -> None:
-        """Raise if parameters of one group and one dtype are not alike any more, or not where they must be."""
-        if not params:
-            return
-        locals_ = [(p.name, p.sharded._local) for p in params]
-        first = locals_[0]
-        if not self._is_alike(params):
-            name, other = next(
-                (n, x) for n, x in locals_ if (x.device.type, x.dtype) != (first[1].device.type, first[1].dtype)
-            )
-            raise FSDPError(
-                f"parameters of one group must be alike, but {first[0]!r} is {first[1].dtype} on {first[1].device}, "
-                f"and {name!r} is {other.dtype} on {other.device}: move or materialise all of them"
-            )
-        rest = settings.rest_device
-        device = first[1].device
-        if device.type not in (rest.type, "meta"):
-            raise FSDPError(
-                f"the sharded parameters {first[0]!r}, ... are on {device}, but must be on {rest} by their mesh and "
-                f"offload policy: move the module back to {rest}"
-            )
-
     def _prepare(self) -> None:
         """Compute everything that is the same in every step."""
-        self._note_replaced()
-        self._registered = self._sharded
+        self.faces.show_replaced()
         if any(bucket.is_meta for bucket in self.buckets):
             return
         for bucket in self.buckets:
@@ -359,12 +287,11 @@ class Unit:
         for param in self.params:
             param.set_requires_grad(param.requires_grad)
         if self.settings.parks_state:
-            for face in self._sharded:
-                park_state_of(face, self.settings)
+            for param in self.params:
+                park_state_of(param.sharded, self.settings)
         for bucket in self.buckets:
             for param in bucket.params:
                 param.sharded.__dict__[WRITTEN] = bucket.move_epoch
-        self._unsharded = [p.unsharded for p in self.params]
         self._kept = []
         self._prepared = True
 
@@ -409,19 +336,19 @@ class Unit:
     def gather_kept(self) -> None:
         """Start to gather the kept parts over smaller meshes, and the shards of parameters without one."""
         self._pending = [
-            self._begin(bucket) if kept is None else kept.gather(self.comm)
+            self._begin(bucket) if kept is None else kept.gather(self._wiring.comm)
             for bucket, kept in zip(self.buckets, self._kept, strict=True)
             if not bucket.aliased
         ]
         self._wait_if_at_once()
 
     def _begin(self, bucket: Bucket) -> Pending[Tensor]:
-        return self.comm.gather(
+        return self._wiring.comm.gather(
             bucket.to_send(bucket.shard), bucket.gather_plan, bucket.settings.mesh.shard, bucket.tag
         )
 
     def _wait_if_at_once(self) -> None:
-        if self.waits_at_once:
+        if self._wiring.waits_at_once:
             for one in self._pending:
                 one.wait()
 
@@ -433,27 +360,23 @@ class Unit:
             if not bucket.aliased:
                 bucket.receive(next(gathered))
         self._pending = []
-        if self._extended:
-            self._unsharded = [p.unsharded for p in self.params]
         self.show_unsharded()
 
     def show_unsharded(self) -> None:
         """Register the unsharded parameters."""
-        self._register(self._unsharded)
+        self.faces.show(Shown.UNSHARDED)
 
     def rest(self) -> None:
         """Register the sharded parameters until the next use, and keep the memory of the others: of the unsharded ones,
         or of the kept parts."""
-        if self._registered is self._sharded:
-            return
-        is_unsharded = self._registered is self._unsharded
-        if is_unsharded:
+        before = self.faces.shown
+        if before is Shown.UNSHARDED:
             self.save_writes()
         for kept in self._kept:
             if kept is not None:
                 kept.copy_flags()
-        self._register_sharded()
-        self.resting = is_unsharded
+        if before in (Shown.UNSHARDED, Shown.KEPT):
+            self._show_sharded(Shown.RESTING if before is Shown.UNSHARDED else Shown.SHARDED)
 
     def with_own_gradients(self) -> list[ShardedParameter]:
         """Parameters whose unsharded form has a gradient, though no backward is under way that would reduce it."""
@@ -475,14 +398,14 @@ class Unit:
                 (bucket if kept is None else kept).receive(next(gathered))
         self._pending = []
         self._drop_kept()
-        self._register(self._unsharded)
+        self.show_unsharded()
 
     def free(self) -> bool:
         """Free the unsharded parameters' memory, and register the sharded ones; returns whether shards may have been
         written to."""
         saved = self.save_writes(quick=True)
         if saved:
-            self._remarked |= remark_on_writes(saved, self._remarked)
+            self._remarked.update(remark_on_writes(saved, self._remarked))
         self._free()
         return bool(saved or self._kept)  # perhaps it was written to before a part was kept
 
@@ -490,22 +413,23 @@ class Unit:
         for bucket in self.buckets:
             bucket.free()
         self._drop_kept()
-        self.resting = False
-        if self._registered is not self._sharded:
-            self._register_sharded()
+        if self.faces.shown is Shown.RESTING:
+            self.faces.shown = Shown.SHARDED
+        elif self.faces.shown is not Shown.SHARDED:
+            self._show_sharded(Shown.SHARDED)
 
-    def _register_sharded(self) -> None:
+    def _show_sharded(self, what: Shown) -> None:
         for param in self.params:  # which users have had in their hands
             if param.unsharded_local.requires_grad is not param.requires_grad and param.follow_flag():
                 self._note_flag(param, in_backward())
                 self._flags_changed = True
-        self._register(self._sharded)
+        self.faces.show(what)
 
     def keep(self) -> None:
         """Keep this rank's parts over smaller meshes, and free the rest."""
         saved = self.save_writes(quick=True)
         if saved:
-            self._remarked |= remark_on_writes(saved, self._remarked)
+            self._remarked.update(remark_on_writes(saved, self._remarked))
         if not self._kept:
             found = self._inner_of_buckets()
             self._kept = [None if inner is None else Kept(bucket, inner) for bucket, inner in found]
@@ -514,7 +438,7 @@ class Unit:
             if kept is not None:
                 faces.update(kept.take())
             bucket.free()
-        self._register([faces.get(id(p), p.sharded) for p in self.params])
+        self.faces.show(Shown.KEPT, [faces.get(id(p), p.sharded) for p in self.params])
 
     def was_written_since_forward(self) -> bool:
         """Whether shards were written, or what is kept of them over a smaller mesh."""
@@ -554,7 +478,7 @@ class Unit:
 
     def has_partial(self) -> bool:
         """Whether there are gradients that are reduced over the shards, and not yet over the replicas."""
-        return self.replicated and any(gradients.has_partial for gradients in self.gradients)
+        return any(gradients.has_partial for gradients in self.gradients)
 
     def abandon(self, group: Group) -> None:
         """Drop the gradients of a group that are not reduced yet."""
@@ -571,14 +495,14 @@ class Unit:
 
     def reduce(self) -> None:
         for gradients in self.gradients:
-            gradients.reduce(self.comm)
-            if self.waits_at_once:
+            gradients.reduce(self._wiring.comm)
+            if self._wiring.waits_at_once:
                 gradients.wait()
 
     def all_reduce(self) -> None:
         for gradients in self.gradients:
-            gradients.all_reduce(self.comm)
-            if self.waits_at_once:
+            gradients.all_reduce(self._wiring.comm)
+            if self._wiring.waits_at_once:
                 gradients.wait()
 
     def store(self) -> None:
@@ -607,7 +531,7 @@ class Unit:
         """Register sharded parameters after a failure; with `gradients`, also drop unsharded gradients."""
         with ExitStack() as also_if_one_raises:  # the last callback runs first
             also_if_one_raises.callback(self._free)
-            if self._registered is self._unsharded or self.resting:
+            if self.faces.shown in _HAVE_MEMORY:
                 for bucket in self.buckets:
                     also_if_one_raises.callback(bucket.put_back)
             for each in self.gradients:
@@ -621,10 +545,3 @@ def _buffer_of(bucket: Bucket, in_place: bool) -> int:
     """The bytes of a gather's buffer."""
     how = bucket.in_place() if in_place else None
     return bucket.gathered_bytes if how is None else how.buffered * bucket.compute_dtype.itemsize
-
-
-def _is_same(one: Layout, other: Layout) -> bool:
-    return one is other or (
-        (one.placements, one.shape, one.order) == (other.placements, other.shape, other.order)
-        and one.mesh == other.mesh
-    )

@@ -1,0 +1,68 @@
+"""Which tensors are registered as a unit's parameters: the sharded ones, the unsharded ones, or kept parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from operator import attrgetter
+from typing import Any
+
+from terrazzo._torch.modules import parameters_of
+from terrazzo.fsdp.misuse import check_optimizers_again
+from terrazzo.fsdp.parameter import ShardedParameter, mark_replaced, unmark_replaced
+
+_unsharded = attrgetter("unsharded")
+
+
+class Shown(Enum):
+    """What is registered."""
+
+    SHARDED = "the sharded parameters"
+    RESTING = "these, although the unsharded ones have memory"
+    UNSHARDED = "the unsharded parameters"
+    KEPT = "parts over a smaller mesh, and the sharded parameters that have none"
+
+
+class Faces:
+    """The registration of a unit's parameters in its modules."""
+
+    def __init__(self, params: Sequence[ShardedParameter]) -> None:
+        self._params = params
+        slots = [(i, slot) for i, param in enumerate(params) for slot in param.slots]
+        self._direct = [(parameters_of(slot.module), slot.name, i) for i, slot in slots if slot.direct]
+        self._indirect = [(slot.module, slot.name, i) for i, slot in slots if not slot.direct]
+        self._sharded = [param.sharded for param in params]
+        self.show(Shown.SHARDED)
+
+    def show(self, what: Shown, faces: list[Any] | None = None) -> None:
+        """Register these; by default the sharded or unsharded parameters."""
+        if faces is None:
+            faces = [*map(_unsharded, self._params)] if what is Shown.UNSHARDED else self._sharded
+        self.shown, self._registered = what, faces
+        for parameters, name, i in self._direct:
+            parameters[name] = faces[i]
+        for module, name, i in self._indirect:
+            setattr(module, name, faces[i])
+
+    def replaced(self) -> dict[int, Any]:
+        """Parameters that users have registered instead of ours, by index."""
+        faces = self._registered
+        found = {i: parameters[name] for parameters, name, i in self._direct if parameters[name] is not faces[i]}
+        for module, name, i in self._indirect:
+            if (parameter := parameters_of(module)[name]) is not faces[i]:
+                found[i] = parameter
+        return found
+
+    def show_replaced(self) -> None:
+        """Register the sharded parameters, of which some are new; an optimizer that has the former ones raises then."""
+        former, self._sharded = self._sharded, [param.sharded for param in self._params]
+        for param, face in zip(self._params, former, strict=True):
+            if face is not param.sharded:
+                mark_replaced(face, param.name)
+                check_optimizers_again()
+        for face in self._sharded:
+            unmark_replaced(face)
+        self.show(Shown.SHARDED)
+
+
+__all__ = ["Faces", "Shown"]
