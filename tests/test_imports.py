@@ -226,7 +226,8 @@ def assignments_to_torch(source: str) -> list[tuple[int, str]]:
 
 OURS_BY_CHANCE = {"_apply"}  # of parallel styles and schedulers; sharded modules override that of nn.Module
 
-PYTHONS = {"_forkserver_alive_fd", "_forkserver_address"}  # of multiprocessing, by which ranks end with their session
+# Of multiprocessing, by which ranks end with their session; and of named tuples.
+PYTHONS = {"_forkserver_alive_fd", "_forkserver_address", "_replace"}
 
 PATCHES_ELSEWHERE = {
     "tensor/experimental/context_parallel.py": "replaces attention within a block, as PyTorch's does",

@@ -17,7 +17,7 @@ from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.meshes import DataMesh, DataParallelMeshDims
 from terrazzo.fsdp.misuse import remark_on_hooks, watch_optimizers
 from terrazzo.fsdp.module import FSDPModule, keep_state_dicts_sharded, make_fsdp_module
-from terrazzo.fsdp.parameter import ShardedParameter, ShardPlacementFn, collect, mark_ignored, mark_replaced, placed
+from terrazzo.fsdp.parameter import IGNORED, REPLACED, ShardedParameter, ShardPlacementFn, collect, mark, placed
 from terrazzo.fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from terrazzo.fsdp.run.forming import join
 from terrazzo.fsdp.run.unit import Unit
@@ -99,7 +99,7 @@ def fully_shard(
     settings = Settings(data, mp_policy, offload_policy)
     ignored = set() if ignored_params is None else set(ignored_params)
     for parameter in ignored:
-        mark_ignored(parameter)
+        mark(parameter, IGNORED, "")
     found = collect(modules, lambda m: group_of(m) is not None, ignored)
     params: list[ShardedParameter] = []
     meshes: dict[DeviceMesh, DataMesh] = {data.mesh: data}
@@ -111,7 +111,7 @@ def fully_shard(
     group = Group(modules, params, settings, reshard_after_forward)
     Unit([group])
     for name, parameter, _ in found:
-        mark_replaced(parameter, name)
+        mark(parameter, REPLACED, name)
     remark_on_hooks(
         [name for name, parameter, _ in found if gradient_hooks(parameter) or accumulation_hooks(parameter)]
     )

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from terrazzo.errors import FSDPError
-from terrazzo.fsdp.parameter import is_ignored, kept_name, replaced_name, was_sharded
+from terrazzo.fsdp.parameter import IGNORED, KEPT, REPLACED, SHARDED, marked
 from terrazzo.tensor import DTensor
 
 _WORTH_A_REMARK = 16 << 20  # bytes of unsharded parameters; smaller models may well be one group
@@ -59,10 +59,10 @@ def _check_parameters(optimizer: Optimizer) -> frozenset[int]:
     ids = frozenset(one for group in groups for one in group)
     _checked[optimizer] = _Known(groups, ids)
     found = [
-        (name, was_sharded(parameter))
+        (name, marked(parameter, SHARDED) is not None)
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if (name := replaced_name(parameter)) is not None
+        if (name := marked(parameter, REPLACED)) is not None
     ]
     replaced = [name for name, _ in found]
     _refuse_unsharded(optimizer)
@@ -116,7 +116,8 @@ def _refuse_unsharded(optimizer: Optimizer) -> None:
     """What `model.parameters()` gives while a module is unsharded has no gradients."""
     params = [param for root in list(_models) for group in root.groups for param in group.params]
     found = _names_in(optimizer, {id(p.unsharded): p.name for p in params if p.unsharded is not None})
-    found += [name for group in optimizer.param_groups for p in group["params"] if (name := kept_name(p)) is not None]
+    kept = [marked(param, KEPT) for group in optimizer.param_groups for param in group["params"]]
+    found += [name for name in kept if name is not None]
     if found:
         del _checked[optimizer]
         raise FSDPError(
@@ -133,7 +134,7 @@ def _remark_on_added(optimizer: Optimizer) -> None:
         id(p): name
         for module in modules
         for name, p in module.named_parameters()
-        if p.requires_grad and not isinstance(p, DTensor) and not is_ignored(p)
+        if p.requires_grad and not isinstance(p, DTensor) and marked(p, IGNORED) is None
     }
     names = _names_in(optimizer, plain)
     if names:

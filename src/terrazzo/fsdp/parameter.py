@@ -26,10 +26,11 @@ from terrazzo.tensor.redistribute import redistribute_local
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
-_REPLACED = "_fully_shard_replaced"  # on a parameter that fully_shard took: the name that it had
-_IGNORED = "_fully_shard_ignored"  # on a parameter that fully_shard was told to ignore
-_KEPT = "_fully_shard_kept"  # on a part that is kept over a smaller mesh: the parameter's name
-_SHARDED = "_fully_shard_sharded"  # on a sharded parameter: its name
+# Marks on parameters, whose values are names.
+REPLACED = "_fully_shard_replaced"  # the module does not use it any more: fully_shard or the user has replaced it
+IGNORED = "_fully_shard_ignored"  # its gradient is not averaged; the user may do that
+KEPT = "_fully_shard_kept"  # a part that is registered while it is kept over a smaller mesh
+SHARDED = "_fully_shard_sharded"  # it is, or has been, a sharded parameter
 
 
 class Slot:
@@ -86,7 +87,7 @@ class ShardedParameter:
         """Create the sharded parameter, with the memory of `local` as its local tensor. It has its own version counter:
         a write to one parameter is none to the others in the same buffer."""
         self.sharded = as_parameter(local.data, self.layout, self.requires_grad, self.attributes)
-        self.sharded.__dict__[_SHARDED] = self.name
+        mark(self.sharded, SHARDED, self.name)
 
     def materialise(self, values: Any) -> bool:
         """Give the sharded parameter, which is on the meta device, these values. It stays the same object, because an
@@ -186,50 +187,24 @@ def as_counting_parameter(local: Tensor, layout: Layout, requires_grad: bool) ->
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """What users hung on a parameter, which its faces keep."""
-    ours = (PARAMETER_MARK, "_note", _REPLACED, _IGNORED, _KEPT, _SHARDED, WRITTEN, *OWN_ATTRIBUTES)
+    ours = (PARAMETER_MARK, "_note", REPLACED, IGNORED, KEPT, SHARDED, WRITTEN, *OWN_ATTRIBUTES)
     return {name: value for name, value in parameter.__dict__.items() if name not in ours}
 
 
-def mark_replaced(parameter: nn.Parameter, name: str) -> None:
-    """Mark an original parameter: the module does not use it any more."""
-    parameter.__dict__[_REPLACED] = name
+def mark(parameter: Any, what: str, name: str) -> None:
+    """Mark a parameter, with the name that it has or had in the model: as `REPLACED`, `IGNORED` or `KEPT`."""
+    parameter.__dict__[what] = name
 
 
-def unmark_replaced(parameter: nn.Parameter) -> None:
+def unmark_replaced(parameter: Any) -> None:
     """Remove the mark from a parameter that a module uses again."""
-    parameter.__dict__.pop(_REPLACED, None)
+    parameter.__dict__.pop(REPLACED, None)
 
 
-def mark_kept(part: nn.Parameter, name: str) -> None:
-    """Mark the part of a parameter that is registered while it is kept over a smaller mesh."""
-    part.__dict__[_KEPT] = name
-
-
-def kept_name(parameter: Any) -> str | None:
-    """The name of the parameter of which this is a kept part, None for any other."""
-    found: str | None = parameter.__dict__.get(_KEPT)
+def marked(parameter: Any, what: str) -> str | None:
+    """The name with which a parameter is marked so, or None."""
+    found: str | None = parameter.__dict__.get(what)
     return found
-
-
-def was_sharded(parameter: nn.Parameter) -> bool:
-    """Whether it is, or has been, a sharded parameter of a module."""
-    return _SHARDED in parameter.__dict__
-
-
-def replaced_name(parameter: Any) -> str | None:
-    """The name of a parameter that `fully_shard` replaced, None for any other."""
-    found: str | None = parameter.__dict__.get(_REPLACED)
-    return found
-
-
-def mark_ignored(parameter: nn.Parameter) -> None:
-    """Mark a parameter whose gradient this library does not average; the user may."""
-    parameter.__dict__[_IGNORED] = True
-
-
-def is_ignored(parameter: nn.Parameter) -> bool:
-    """Whether it was given as one to ignore."""
-    return _IGNORED in parameter.__dict__
 
 
 def collect(
@@ -263,13 +238,13 @@ def placed(
     name: str, parameter: nn.Parameter, placement_fn: ShardPlacementFn | None, mesh: DataMesh
 ) -> tuple[int, DeviceMesh | None]:
     """The dim along which to shard a parameter, after checks, and its own mesh if it has one."""
-    before = replaced_name(parameter)
+    before = marked(parameter, REPLACED)
     if before is not None:
         raise FSDPError(
             f"parameter {name!r} is shared with {before!r}, which an earlier fully_shard call took. Modules that share "
             "a parameter must be one group: fully_shard([module_a, module_b])"
         )
-    before = parameter.__dict__.get(_SHARDED)
+    before = marked(parameter, SHARDED)
     if before is not None:
         raise FSDPError(
             f"parameter {name!r} was taken as {before!r} by an earlier fully_shard call, on another module that has "
@@ -361,19 +336,18 @@ def _acts_otherwise(kind: type[Tensor]) -> bool:
 
 
 __all__ = [
+    "IGNORED",
+    "KEPT",
+    "REPLACED",
+    "SHARDED",
     "ShardPlacementFn",
     "ShardedParameter",
     "Slot",
     "as_parameter",
     "attributes_of",
     "collect",
-    "is_ignored",
-    "kept_name",
-    "mark_ignored",
-    "mark_kept",
-    "mark_replaced",
+    "mark",
+    "marked",
     "placed",
-    "replaced_name",
     "unmark_replaced",
-    "was_sharded",
 ]

@@ -20,9 +20,9 @@ class Backward:
         self._root = root
         self._courses: list[Course] = []  # those of the forwards that it has reached
         self.reached: set[int] = set()  # the units that it has reached, on this rank
-        # Those of them that it leaves at its end only: it enters their modules through an earlier backward, which it
-        # may not have left when it leaves the forward. Autograd orders what one thread has recorded, and an accelerator's
-        # backwards have another thread than the forwards.
+        # Those of them that it leaves at its end only: it enters their modules through an earlier backward, and may not
+        # have left that when it leaves the forward. Autograd orders what one thread has recorded, and the backwards of
+        # an accelerator have another thread than the forwards.
         self.staying: set[int] = set()
         self._unnoticed: list[str] = []  # the names of those through which it ran without notice
         self.records_graph = False  # for another backward to run through

@@ -56,7 +56,7 @@ class ExtendedBucket(Bucket):
         self.tag = FIRST_TAG
         self.dtype = whole.dtype
         self.aliased = False
-        self.pieces = []
+        self.pieces: list[Tensor] = []
         self._check(param, whole)
         self._outer = (torch.Size(param.shape), whole.stride())
         self._epochs_before = 0

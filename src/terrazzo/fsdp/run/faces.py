@@ -9,7 +9,7 @@ from typing import Any
 
 from terrazzo._torch.modules import parameters_of
 from terrazzo.fsdp.misuse import check_optimizers_again
-from terrazzo.fsdp.parameter import ShardedParameter, mark_replaced, unmark_replaced
+from terrazzo.fsdp.parameter import REPLACED, ShardedParameter, mark, unmark_replaced
 
 _unsharded = attrgetter("unsharded")
 
@@ -58,7 +58,7 @@ class Faces:
         former, self._sharded = self._sharded, [param.sharded for param in self._params]
         for param, face in zip(self._params, former, strict=True):
             if face is not param.sharded:
-                mark_replaced(face, param.name)
+                mark(face, REPLACED, param.name)
                 check_optimizers_again()
         for face in self._sharded:
             unmark_replaced(face)

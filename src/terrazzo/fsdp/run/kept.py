@@ -15,7 +15,7 @@ from torch import Tensor
 from terrazzo._torch.counting import writes_to
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.meshes import InnerMesh
-from terrazzo.fsdp.parameter import ShardedParameter, as_counting_parameter, mark_kept
+from terrazzo.fsdp.parameter import KEPT, ShardedParameter, as_counting_parameter, mark
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Comm
 
@@ -56,7 +56,7 @@ class Kept:
             for param, view, layout in zip(params, views, self._layouts, strict=True)
         ]
         for param, face in zip(params, faces, strict=True):
-            mark_kept(face, param.name)
+            mark(face, KEPT, param.name)
         self._part = _Part(buffer, views, faces, [writes_to(face._local) for face in faces])
         return {id(param): face for param, face in zip(params, faces, strict=True)}
 
