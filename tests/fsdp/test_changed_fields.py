@@ -27,7 +27,6 @@ MOST = {
     "ShardedParameter": 6,
     "Streams": 1,
     "Unit": 11,
-    "_Expected": 1,
     "_Planner": 1,
 }
 
@@ -79,7 +78,7 @@ def test_few_fields_are_changed_after_construction():
     found = changed_fields(Path(terrazzo.fsdp.__file__).parent)
     more = {name: names for name, names in found.items() if len(names) > MOST.get(name, 0)}
     assert not more, "what can be a value, should be"
-    assert sum(map(len, found.values())) <= sum(MOST.values()) == 80
+    assert sum(map(len, found.values())) <= sum(MOST.values()) == 79
 
 
 def test_what_counts(tmp_path):

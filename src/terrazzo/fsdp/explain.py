@@ -32,8 +32,7 @@ def explain(model: nn.Module) -> Plan:
 
 
 def _run_of(module: nn.Module, positions: Mapping[nn.Module, int]) -> Run:
-    inside = tuple([_run_of(each, positions) for each in _sharded_in(module, positions)])
-    return Run(positions[module], inside)
+    return positions[module], tuple([_run_of(each, positions) for each in _sharded_in(module, positions)])
 
 
 def _sharded_in(module: nn.Module, positions: Mapping[nn.Module, int]) -> list[nn.Module]:

@@ -98,63 +98,51 @@ def _order_of(spec: Spec, events: Events) -> tuple[int, ...]:
 # ------------------------------------------------------------------ expected events
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """The run of a module, and the runs of modules in it, in order."""
-
-    module: int
-    inside: tuple[Run, ...] = ()
+# The run of a module: its number, and the runs of modules in it, in order.
+Run = tuple[int, tuple["Run", ...]]
 
 
 def one_after_the_other(spec: Spec) -> Run:
     """The run of the first module, with all others in it."""
     first, *others = range(len(spec.modules))
-    return Run(first, tuple([Run(module) for module in others]))
+    return first, tuple([(module, ()) for module in others])
 
 
 def expected(spec: Spec, run: Run) -> Events:
-    """The events of a forward of the outermost module and of its backward."""
-    return tuple(_Expected(spec).events_of(run))
+    """The events of a forward of the outermost module and of its backward: those of forward, and then its course,
+    backwards, as on a rank whose loss reaches all of it. Some of them depend on the state."""
+    events: list[tuple[Any, ...]] = []
+    state, course = State.first(len(spec.units)), Course(None, None)
 
+    def tell(*event: Any) -> None:
+        nonlocal state
+        events.append(event)
+        _, state = advance(spec, (), state, event)
 
-class _Expected:
-    """Collects the expected events: those of forward, and then its course, backwards, as on a rank whose loss reaches
-    all of it. It follows the state, on which some of them depend."""
-
-    def __init__(self, spec: Spec) -> None:
-        self._spec = spec
-        self._state = State.first(len(spec.units))
-        self._events: list[tuple[Any, ...]] = []
-        self._course = Course(None, None)
-
-    def events_of(self, run: Run) -> list[tuple[Any, ...]]:
-        self._tell(Event.FORWARD, run.module, False, ())
-        self._forward(run, outermost=True)
-        self._tell(Event.FORWARD_ENDS, False)
-        for event in reversed(self._course.events):
-            if self._state.phase[event[1]] is (Phase.IDLE if event[0] is Event.REACH else Phase.BACKWARD):
-                self._tell(*event)
-        self._tell(Event.BACKWARD_ENDS, (), True)
-        return self._events
-
-    def _tell(self, *event: Any) -> None:
-        self._events.append(event)
-        _, self._state = advance(self._spec, (), self._state, event)
-
-    def _forward(self, run: Run, outermost: bool = False, trained: bool = False) -> bool:
+    def forward(run: Run, outermost: bool, trained: bool) -> bool:
         """Forward of a module; `trained`, and what is returned: whether any that ran before, or until now, is."""
-        unit = self._spec.modules[run.module]
-        known = self._spec.units[unit]
-        if known.sizes is not None and self._state.phase[unit] is Phase.IDLE and not outermost:
-            self._course.entered(unit)
-        self._tell(Event.ENTER, run.module, False)
+        module, inside = run
+        unit = spec.modules[module]
+        known = spec.units[unit]
+        if known.sizes is not None and state.phase[unit] is Phase.IDLE and not outermost:
+            course.entered(unit)
+        tell(Event.ENTER, module, False)
         trained = trained or (known.sizes is not None and known.trainable)
-        for each in run.inside:
-            trained = self._forward(each, trained=trained)
+        for each in inside:
+            trained = forward(each, False, trained)
         if trained:
-            self._course.left_by(unit, self._state.ended)
-        self._tell(Event.LEAVE, run.module, True, False)
+            course.left_by(unit, state.ended)
+        tell(Event.LEAVE, module, True, False)
         return trained
+
+    tell(Event.FORWARD, run[0], False, ())
+    forward(run, True, False)
+    tell(Event.FORWARD_ENDS, False)
+    for event in reversed(course.events):
+        if state.phase[event[1]] is (Phase.IDLE if event[0] is Event.REACH else Phase.BACKWARD):
+            tell(*event)
+    tell(Event.BACKWARD_ENDS, (), True)
+    return tuple(events)
 
 
 __all__ = ["Events", "Plan", "Run", "expected", "lines_of", "one_after_the_other", "plan_steps"]

@@ -168,34 +168,20 @@ class Executor:
             return self._settle
         unit = self._units[operation.unit]
         if kind is Kind.GATHER:
-            gather = unit.gather_kept if operation.reads[0].kind == "kept" else unit.gather
-            return _noted(gather, self.watch, unit, "unshard")
-        if kind is Kind.REDUCE:
-            return _noted(unit.reduce, self.watch, unit, "reduce")
-        if kind is Kind.ALL_REDUCE:
-            return _noted(unit.all_reduce, self.watch_replicas, unit, "all-reduce")
+            return _noted(unit.gather_kept if operation.is_inner else unit.gather, self.watch, unit, "unshard")
         if kind is Kind.COPY_OUT and any(buffer.kind == "kept" for buffer in operation.gives):
             return unit.copy_out_kept
-        calls: dict[Kind, Call] = {
-            Kind.COPY_OUT: unit.copy_out,
-            Kind.FREE: unit.free,
-            Kind.KEEP: unit.keep,
-            Kind.DISCARD: unit.discard,
-            Kind.ACCUMULATE: unit.accumulate,
-            Kind.PACK: unit.pack,
-            Kind.STORE: unit.store,
-            Kind.RELEASE: unit.release,
-            Kind.FINISH: unit.finish,
-            Kind.HAND_OVER: unit.hand_over,
-        }
-        return calls[kind]
+        call: Call = getattr(unit, kind.name.lower())
+        if kind is Kind.REDUCE:
+            return _noted(call, self.watch, unit, "reduce")
+        return _noted(call, self.watch_replicas, unit, "all-reduce") if kind is Kind.ALL_REDUCE else call
 
     def _settle(self) -> None:
         for unit in self._units.values():
             unit.settle()
 
 
-def _noted(call: Callable[[], None], watch: Watch, unit: Unit, what: str) -> Call:
+def _noted(call: Callable[[], object], watch: Watch, unit: Unit, what: str) -> Call:
     def run() -> None:
         watch.note(unit, what)
         call()
