@@ -245,6 +245,29 @@ def test_the_two_calls_for_a_tensor_follow_each_other(stored: Callable[[dict, Pa
         assert all(torch.equal(target[name], value * 2) for name, value in state.items())
 
 
+def test_what_is_read_for_items_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors are read into memory together, a large one into the planner's own."""
+    state = {f"t{n}": torch.randn(4) for n in range(5)} | {"large": torch.randn(20)}
+    save(state, checkpoint_id=tmp_path, no_dist=True)
+    target, groups = {name: torch.zeros_like(value) for name, value in state.items()}, []
+
+    class Recording(FileSystemReader):
+        def fill(self, targets):
+            groups.append([each.tensor for each in targets])
+            super().fill(targets)
+
+    class SeeingItems(DefaultLoadPlanner):
+        def create_local_plan(self):
+            return super().create_local_plan()
+
+    monkeypatch.setattr(Recording, "_at_once", 40)
+    load(target, storage_reader=Recording(tmp_path), planner=SeeingItems(), no_dist=True)
+    assert all(torch.equal(target[name], value) for name, value in state.items())
+    own = [group for group in groups if any(each.data_ptr() == target["large"].data_ptr() for each in group)]
+    assert [len(group) for group in own] == [1] and sum(map(len, groups)) == 6
+    assert all(sum(each.nbytes for each in group) <= 40 for group in groups if group is not own[0])
+
+
 def test_a_target_that_does_not_fit_what_is_read_is_an_error(tmp_path: Path) -> None:
     save({"w": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)
     for wrong, match in ((torch.zeros(3), "shape"), (torch.zeros(4, device="meta"), "meta device")):

@@ -20,8 +20,8 @@ from torch.utils import _pytree
 
 from terrazzo._threads import Worker
 from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, FileSystemWriter, async_save, save
-from terrazzo.checkpoint.native import items
 from terrazzo.checkpoint.run.device_copies import ThisAccelerator, copy_from_devices
+from terrazzo.checkpoint.torch_api import items
 from terrazzo.layout import Box
 from terrazzo.publish.host_copy import HostCopy
 from terrazzo.publish.parts import Part, Parts, TensorInfo

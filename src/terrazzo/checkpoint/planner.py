@@ -199,28 +199,3 @@ class LoadPlanner(abc.ABC):
     @abc.abstractmethod
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Called when the tensor that `resolve_tensor` returned has been filled."""
-
-
-class ReadingPlanner(LoadPlanner):
-    """A load planner without a state dict, for callers that make the items themselves."""
-
-    def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Do nothing: there is no state dict."""
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Do nothing: the tensor is the target itself."""
-
-    def fills_in_any_order(self) -> bool:
-        """True: nothing is kept between `resolve_tensor` and `commit_tensor`."""
-        return True

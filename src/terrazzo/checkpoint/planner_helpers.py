@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from terrazzo.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from terrazzo.checkpoint.native.overlaps import Overlaps
-from terrazzo.checkpoint.plan.load_planner import read_items
+from terrazzo.checkpoint.native.chunks import complete_parts
 from terrazzo.checkpoint.planner import ReadItem
+from terrazzo.checkpoint.torch_api.items import items_of
 
 __all__ = ["create_read_items_for_chunk_list"]
 
@@ -25,9 +25,10 @@ def create_read_items_for_chunk_list(
     >>> [tuple(item.storage_index.offset) for item in create_read_items_for_chunk_list("w", stored, [chunk(1, 2)])]
     [(0,), (2,)]
     """
-    overlaps = Overlaps()
     return [
         item
         for number, chunk in enumerate(local_chunks)
-        for item in read_items(MetadataIndex(fqn, chunk.offsets, number), fqn, chunk.box, checkpoint_md, overlaps)
+        for item in items_of(
+            MetadataIndex(fqn, chunk.offsets, number), fqn, complete_parts(fqn, checkpoint_md.chunks, chunk.box)
+        )
     ]

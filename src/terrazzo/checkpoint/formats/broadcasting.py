@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import math
 import os
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
 from terrazzo.checkpoint.metadata import (
     STATE_DICT_TYPE,
+    STORAGE_TYPES,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -18,22 +22,20 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.datafile import row_major_windows
-from terrazzo.checkpoint.native.items import InPairs
 from terrazzo.checkpoint.native.objects import ObjectBytes
-from terrazzo.checkpoint.plain_reader import PlainReader
+from terrazzo.checkpoint.native.rows import Target
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.plan.sharded import is_sharded
-from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.state_dict.broadcast import wire_device
 from terrazzo.checkpoint.stores import Place
+from terrazzo.checkpoint.torch_api.readers import TargetReader
 from terrazzo.errors import CheckpointError, CheckpointMismatchError
-from terrazzo.layout.box import Box
 
 _PIECE: Final = 64 << 20  # bytes that are broadcast at once
 
 
-class BroadcastingTorchSaveReader(PlainReader):
+class BroadcastingTorchSaveReader(TargetReader):
     """Reads a file of `torch.save` on one rank, which sends the other ranks what they need.
 
     Use it if only one rank can access the file, or if the file system is too slow for all ranks at once; otherwise
@@ -55,6 +57,9 @@ class BroadcastingTorchSaveReader(PlainReader):
     tensor([0., 1., 2.])
     """
 
+    plans_alone = False
+    _at_once = math.inf  # all ranks take part in each reading
+
     def __init__(self, checkpoint_id: str | os.PathLike[str] | None = None, coordinator_rank: int = 0) -> None:
         self.checkpoint_id = checkpoint_id
         self.coordinator_rank = coordinator_rank
@@ -62,6 +67,7 @@ class BroadcastingTorchSaveReader(PlainReader):
         self._metadata = Metadata({})
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
         self._file = None
@@ -70,23 +76,28 @@ class BroadcastingTorchSaveReader(PlainReader):
         self._metadata = self._from_coordinator(lambda: self._open().read_metadata())
         return self._metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Do nothing: the reading rank was passed to the constructor."""
+    def fill(self, targets: Sequence[Target]) -> None:
+        own: dict[str, list[Target]] = {}
+        for target in targets:
+            own.setdefault(target.source, []).append(target)
+        for name in self._wanted_anywhere(list(own)):
+            entry = self._entry(name)
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointMismatchError(f"{self.checkpoint_id}: {name} is not a tensor", mismatched=(name,))
+            self._send_tensor(name, entry, own.get(name, []))
 
-    def _carry_out(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        items: dict[str, list[ReadItem]] = {}
-        for item in plan.items:
-            items.setdefault(item.storage_index.fqn, []).append(item)
-        for name in self._wanted_anywhere(list(items)):
-            entry = self._metadata.state_dict_metadata.get(name)
-            if entry is None:
-                raise CheckpointMismatchError(f"{self.checkpoint_id} does not have {name}", missing=(name,))
-            if isinstance(entry, TensorStorageMetadata):
-                self._send_tensor(name, entry, items.get(name, []), planner)
-            else:
-                value = self._from_coordinator(lambda name=name: self._open().value(name))
-                for item in items.get(name, []):
-                    planner.load_bytes(item, ObjectBytes(value))
+    def values(self, names: Sequence[str], allow_pickle: bool) -> Iterator[io.BytesIO]:
+        found = {}
+        for name in self._wanted_anywhere(list(names)):
+            self._entry(name)
+            found[name] = self._from_coordinator(lambda name=name: self._open().value(name))
+        return (ObjectBytes(found[name]) for name in names)
+
+    def _entry(self, name: str) -> STORAGE_TYPES:
+        entry = self._metadata.state_dict_metadata.get(name)
+        if entry is None:
+            raise CheckpointMismatchError(f"{self.checkpoint_id} does not have {name}", missing=(name,))
+        return entry
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -103,29 +114,19 @@ class BroadcastingTorchSaveReader(PlainReader):
 
     # -------------------------------------------------------------- on every rank
 
-    def _send_tensor(
-        self, name: str, entry: TensorStorageMetadata, items: list[ReadItem], planner: LoadPlanner
-    ) -> None:
+    def _send_tensor(self, name: str, entry: TensorStorageMetadata, targets: Sequence[Target]) -> None:
         dtype = entry.properties.dtype
-        calls = InPairs(planner, lambda item: dtype)
-        targets = [
-            (item, Box(tuple(item.storage_offsets), tuple(item.lengths)), calls.target(item))
-            for item in items
-            if item.type is LoadItemType.TENSOR
-        ]
         device = wire_device() if _together() else torch.device("cpu")
         for window in row_major_windows(entry.size, max(_PIECE // dtype.itemsize, 1)):
             piece = torch.empty(window.lengths, dtype=dtype, device=device)
             self._from_coordinator(lambda window=window, piece=piece: self._open().read_box(name, window, piece))
             if _together() and piece.numel():
                 dist.broadcast(piece.reshape(-1).view(torch.uint8), src=self.coordinator_rank)
-            for _, box, target in targets:
-                common = box.intersect(window)
+            for target in targets:
+                common = target.box.intersect(window)
                 if common is not None:
                     part = piece[common.relative_to(window).slices()]
-                    target[common.relative_to(box).slices()].copy_(part)
-        for item, _, target in targets:
-            calls.filled(item, target)
+                    target.tensor[common.relative_to(target.box).slices()].copy_(part)
 
     def _is_reader(self) -> bool:
         return not _together() or dist.get_rank() == self.coordinator_rank

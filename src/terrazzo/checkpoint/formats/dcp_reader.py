@@ -46,6 +46,7 @@ class DCPReader(TableReader):
         if metadata is not self._metadata:
             self._forget()
             self._metadata = metadata
+        super().set_up_storage_reader(metadata, is_coordinator)
 
     def _forget(self) -> None:
         super()._forget()

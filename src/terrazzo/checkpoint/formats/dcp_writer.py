@@ -27,11 +27,11 @@ from terrazzo.checkpoint.formats.torch_writing import write_archive
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native.commit import Commit, by_save, remove_ended
 from terrazzo.checkpoint.native.format import lease_name, save_of
-from terrazzo.checkpoint.native.items import data_of
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run.sides import WriterSide
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import Place, Store, Upload, is_url, store_at
+from terrazzo.checkpoint.torch_api.items import data_of
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
 
 _NAME: Final = re.compile(r"__[0-9]+_(?P<save>[0-9a-f]{12})(?:_[0-9]+)?\.distcp")

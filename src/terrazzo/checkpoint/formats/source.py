@@ -19,7 +19,6 @@ from terrazzo.checkpoint.metadata import (
 from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
-from terrazzo.checkpoint.plan.boxes import Boxes
 from terrazzo.checkpoint.planner import (
     SavePlan,
     SavePlanner,
@@ -28,6 +27,7 @@ from terrazzo.checkpoint.planner import (
     WriteItemType,
 )
 from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.torch_api.readers import Boxes
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 

@@ -6,7 +6,6 @@ A format says which rows a tensor has (`TableReader.rows_of`). They are read by 
 from __future__ import annotations
 
 import abc
-import io
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,13 +24,12 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.dtypes import dtype_name
-from terrazzo.checkpoint.native.items import InPairs
-from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.requests import Filling, Requests
 from terrazzo.checkpoint.native.root import FileEntry
+from terrazzo.checkpoint.native.rows import Target
 from terrazzo.checkpoint.native.spans import StoredChunk, Wanted, strides_of
-from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.stores import Entry, Place, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError, ConflictError
 from terrazzo.layout.box import Box
@@ -96,25 +94,17 @@ def file_at(store: Store, key: str) -> FileEntry:
 
 
 @torch.no_grad()
-def read_rows(
-    asked: Sequence[Asked],
-    target: Callable[[int], torch.Tensor],
-    filled: Callable[[int, torch.Tensor], None] = lambda number, tensor: None,
-) -> FilesRead:
-    """Fill what `target` returns for the number of each that is asked for; `filled` gets each as soon as it is full."""
+def read_rows(asked: Sequence[Asked], targets: Sequence[torch.Tensor]) -> FilesRead:
+    """Fill a tensor with each box that is asked for."""
     pieces: list[_Piece] = []
     for number, each in enumerate(asked):
         if isinstance(each.rows, torch.Tensor):
-            tensor = target(number)
-            tensor.copy_(each.rows[each.box.slices()])
-            filled(number, tensor)
+            targets[number].copy_(each.rows[each.box.slices()])
             continue
         commons = [(row, row.box.intersect(each.box)) for row in each.rows]
         found = [_Piece(number, row, common) for row, common in commons if common is not None]
         if sum(piece.box.numel for piece in found) != each.box.numel:
             raise CheckpointCorruptError(f"{each.name!r}: the files do not have all elements of {each.box} once")
-        if not found:  # nothing to read
-            filled(number, target(number))
         pieces += found
     if not pieces:
         return FilesRead()
@@ -133,7 +123,7 @@ def read_rows(
         for piece in pieces:
             filling = fillings.get(piece.number)
             if filling is None:
-                filling = fillings[piece.number] = Filling(target(piece.number), piece.number, left[piece.number])
+                filling = fillings[piece.number] = Filling(targets[piece.number], left[piece.number])
             inside, whole = piece.box.relative_to(piece.row.box), asked[piece.number].box
             part = None if piece.box == whole else piece.box.relative_to(whole)
             assert piece.chunk is not None
@@ -142,9 +132,7 @@ def read_rows(
     read = FilesRead()
     for key, of_store in groupby(sorted(pieces, key=order), lambda piece: id(piece.row.store)):
         requests = Requests(stores[key], verify=False)
-        for filling in requests.read(wanted(of_store)):
-            del fillings[filling.key]  # a planner may have made the tensor for this
-            filled(filling.key, filling.target)
+        requests.read(wanted(of_store))
         read.nbytes += requests.bytes_read
     for piece in pieces:
         assert piece.chunk is not None
@@ -167,7 +155,7 @@ def _located(rows: Iterable[StoredBox], depth: int) -> dict[int, StoredChunk]:
 def read_chunk(store: Store, chunk: StoredChunk, target: torch.Tensor) -> None:
     """Fill `target` with all of a chunk."""
     whole = Box.whole(chunk.shape)
-    read_rows([Asked(chunk.name, whole, [StoredBox(whole, store, chunk)])], lambda number: target)
+    read_rows([Asked(chunk.name, whole, [StoredBox(whole, store, chunk)])], [target])
 
 
 def tensor_entry(dtype: torch.dtype, shape: Sequence[int], boxes: Sequence[Box] | None = None) -> TensorStorageMetadata:
@@ -213,42 +201,26 @@ class TableReader(BoxReader):
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator)
         self.read_metadata()
 
     def read_box(self, name: str, box: Box, target: torch.Tensor) -> int:
         self.read_metadata()
         self._used = True
-        read = read_rows([Asked(name, box, self.rows_of(name))], lambda number: target)
+        read = read_rows([Asked(name, box, self.rows_of(name))], [target])
         self._check_unchanged(read)
         return read.nbytes
 
-    def _carry_out(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        entries = self.read_metadata().state_dict_metadata
+    def fill(self, targets: Sequence[Target]) -> None:
+        self.read_metadata()
         self._used = True
-        items: list[ReadItem] = []
-        for item in plan.items:
-            if item.type is LoadItemType.BYTE_IO:
-                value = self.value(item.storage_index.fqn)
-                planner.load_bytes(item, value if isinstance(value, io.BytesIO) else ObjectBytes(value))
-            else:
-                items.append(item)
-
-        def dtype_of(item: ReadItem) -> torch.dtype:
-            entry = entries.get(item.storage_index.fqn)
-            if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointCorruptError(f"{self.place} has no tensor {item.storage_index.fqn!r}")
-            return entry.properties.dtype
-
-        calls = InPairs(planner, dtype_of)
         rows = _Rows(self.rows_of)
-        for group in calls.groups(items):
-            read = read_rows(
-                [rows.asked(item) for item in group],
-                lambda number, group=group: calls.target(group[number]),  # type: ignore[misc]
-                lambda number, tensor, group=group: calls.filled(group[number], tensor),  # type: ignore[misc]
-            )
-            self.bytes_read += read.nbytes
-            self._check_unchanged(read)
+        parts = [(target, part) for target in targets for part in target.parts]
+        read = read_rows(
+            [rows.asked(target.source, part) for target, part in parts], [target.part(part) for target, part in parts]
+        )
+        self.bytes_read += read.nbytes
+        self._check_unchanged(read)
 
     # ------------------------------------------------- files that must not change
 
@@ -282,24 +254,22 @@ class TableReader(BoxReader):
 
 
 class _Rows:
-    """Rows by the positions that PyTorch's items name."""
+    """Rows by their positions."""
 
     def __init__(self, rows_of: Callable[[str], Sequence[StoredBox] | torch.Tensor]) -> None:
         self._rows_of = rows_of
         self._known: dict[str, Sequence[StoredBox] | torch.Tensor] = {}
         self._by_offsets: dict[tuple[str, tuple[int, ...]], StoredBox] = {}
 
-    def asked(self, item: ReadItem) -> Asked:
-        """What an item asks for: of the row that it names, if it names one."""
-        index = item.storage_index
-        name, offsets = index.fqn, tuple(index.offset or (0,) * len(item.lengths))
+    def asked(self, name: str, part: Overlap) -> Asked:
+        """What a part of a chunk asks for: of the row that has the chunk, if there is one."""
         rows = self._known.get(name)
         if rows is None:
             rows = self._known[name] = self._rows_of(name)
             if not isinstance(rows, torch.Tensor):
                 self._by_offsets |= {(name, row.box.offsets): row for row in rows if not row.box.is_empty}
-        box = Box(tuple(item.storage_offsets), tuple(item.lengths)).shifted(offsets)
-        own = self._by_offsets.get((name, offsets))
+        box = Box(part.in_chunk, part.lengths).shifted(part.chunk.offsets)
+        own = self._by_offsets.get((name, part.chunk.offsets))
         return Asked(name, box, [own] if own is not None and own.box.contains(box) else rows)
 
 

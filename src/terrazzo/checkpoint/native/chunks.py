@@ -1,4 +1,4 @@
-"""Tables of the chunks of a tensor.
+"""The chunks of a stored tensor, and which of them a box needs.
 
 A table of contents may list thousands of chunks per tensor; a `ChunkTable` keeps them as an array, so that finding the
 few that overlap a box is array arithmetic, and makes boxes only when they are asked for.
@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import Box
 
 _FEW: Final = 16  # below this, plain Python is faster than arrays
@@ -110,19 +111,19 @@ class GridChunks(Chunks):
         lengths = [min(step, size - at) for step, size, at in zip(self.steps, self.shape, offsets, strict=True)]
         return Box(tuple(offsets), tuple(lengths))
 
-    def number_at(self, offsets: Sequence[int]) -> int:
-        """The number of the chunk that begins there; -1 if there is none."""
-        number = 0
-        for count, step, at in zip(self._counts, self.steps, offsets, strict=True):
-            position, rest = divmod(at, step)
-            if rest or not 0 <= position < count:
-                return -1
-            number = number * count + position
-        return number
-
     def number_of(self, box: Box) -> int:
-        """The number of the chunk that is exactly this box; -1 if there is none."""
-        return place_in_grid(box, self.shape, self.steps)[0]
+        """The number of the chunk that is exactly this box; -1 if there is none.
+
+        >>> grid = GridChunks((4, 3), (2, 2))
+        >>> grid.number_of(Box((2, 2), (2, 1))), grid.number_of(Box((1, 0), (2, 2)))
+        (3, -1)
+        """
+        number = 0
+        for at, length, step, size in zip(box.offsets, box.lengths, self.steps, self.shape, strict=True):
+            if at % step or at >= size > 0 or length != (step if at + step <= size else size - at):
+                return -1
+            number = number * (-(-size // step) or 1) + at // step
+        return number
 
     def __repr__(self) -> str:
         return f"GridChunks({self.shape}, {self.steps})"
@@ -144,22 +145,6 @@ class GridChunks(Chunks):
         return found
 
 
-def place_in_grid(box: Box, shape: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, int]:
-    """The number of the chunk of a grid that is exactly this box, and how many chunks there are; -1 if it is none.
-
-    >>> place_in_grid(Box((2, 2), (2, 1)), (4, 3), (2, 2)), place_in_grid(Box((1, 0), (2, 2)), (4, 3), (2, 2))
-    ((3, 4), (-1, 0))
-    """
-    number, chunks = 0, 1
-    for at, length, step, size in zip(box.offsets, box.lengths, steps, shape, strict=True):
-        if step < 1 or at % step or at >= size > 0 or length != (step if at + step <= size else size - at):
-            return -1, 0
-        count = -(-size // step) or 1
-        number = number * count + at // step
-        chunks *= count
-    return number, chunks
-
-
 class Overlap(msgspec.Struct, frozen=True, gc=False):
     """What a stored chunk and a box have in common."""
 
@@ -168,3 +153,50 @@ class Overlap(msgspec.Struct, frozen=True, gc=False):
     in_chunk: tuple[int, ...]  # where the common part begins, relative to the chunk
     in_box: tuple[int, ...]  # and relative to the box
     lengths: tuple[int, ...]
+
+
+def overlapping(chunks: Chunks | Sequence[Any], box: Box) -> tuple[Overlap, ...]:
+    """What a box shares with each chunk that has elements of it: of a table, or of a list of PyTorch's chunks."""
+    itself = _chunk_itself(chunks, box)
+    if itself is not None:
+        return itself
+    near = chunks.near(box) if isinstance(chunks, Chunks) else [(n, _box(chunk)) for n, chunk in enumerate(chunks)]
+    found = []
+    for number, chunk in near:
+        common = chunk.intersect(box)
+        if common is not None:
+            in_chunk, in_box = common.relative_to(chunk).offsets, common.relative_to(box).offsets
+            found.append(Overlap(number, chunk, in_chunk, in_box, common.lengths))
+    return tuple(found)
+
+
+def complete_parts(source: str, chunks: Chunks | Sequence[Any], box: Box) -> tuple[Overlap, ...]:
+    """The parts of chunks that make up a box of the tensor stored as `source`; raises if some of it is missing.
+
+    `chunks` may be the list of an entry of the metadata.
+    """
+    chunks = getattr(chunks, "table", chunks)
+    parts = _chunk_itself(chunks, box)
+    if parts is not None:
+        return parts
+    parts = overlapping(chunks, box)
+    missing = box.numel - sum([prod(part.lengths) for part in parts])
+    if missing:
+        raise CheckpointError(
+            f"{source!r}: {missing} of the {box.numel} elements that are needed are not in the checkpoint, which is "
+            f"incomplete"
+        )
+    return parts
+
+
+def _chunk_itself(chunks: Chunks | Sequence[Any], box: Box) -> tuple[Overlap, ...] | None:
+    """The overlap of a chunk with itself, as mostly; None if the box is no chunk of a grid."""
+    number = chunks.number_of(box) if isinstance(chunks, GridChunks) else -1
+    if number < 0:
+        return None
+    start = (0,) * len(box.lengths)
+    return (Overlap(number, box, start, start, box.lengths),)
+
+
+def _box(chunk: Any) -> Box:
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))  # of PyTorch's class, too

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from terrazzo.checkpoint.native.chunks import Chunks, GridChunks, Overlap
+from terrazzo.checkpoint.native.chunks import Overlap, complete_parts, overlapping
 from terrazzo.checkpoint.native.dtype_names import itemsize_of
 from terrazzo.checkpoint.native.files import check_room, gone, room_for
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.index import RAW, Rows, decode_index, name_hash
-from terrazzo.checkpoint.native.overlaps import Overlaps, complete_parts
 from terrazzo.checkpoint.native.root import TENSOR, Root, StoredTensor
 from terrazzo.checkpoint.native.spans import StoredChunk, Wanted
 from terrazzo.checkpoint.stores.base import Request, Store
@@ -27,22 +26,6 @@ from terrazzo.layout.box import Box
 
 Array = np.ndarray[Any, Any]
 _LARGEST_FRAME: Final = 16 << 20  # bytes that are compressed together: as much memory is needed to read one of them
-
-
-class Asked(Protocol):
-    """A request for parts of the chunks of the tensor stored as `source`."""
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def parts(self) -> Sequence[Overlap]: ...
-
-
-class AskedParts(msgspec.Struct, frozen=True):
-    """Such a request, and no more."""
-
-    source: str
-    parts: Sequence[Overlap]
 
 
 # A chunk of a tensor's grid that a target needs: the target's number, the tensor, and what of the chunk.
@@ -64,17 +47,21 @@ class PartIndexes:
         self._root = root
         self._store = store
         self._rows: dict[int, Rows] = {}
-        self._places: dict[Any, tuple[int, Box]] = {}  # one for all tensors with the same chunks
         self.bytes_read = 0
 
-    def find(self, targets: Sequence[Asked]) -> list[Wanted]:
-        """The stored chunks that each target needs, by file and by offset in the file."""
+    def find(self, asked: Iterable[tuple[str, Sequence[Overlap]]]) -> list[Wanted]:
+        """Where parts of the chunks of tensors are stored, by file and by offset in the file.
+
+        `asked` has, for each target, the name of the stored tensor and the parts of its chunks.
+        """
         by_part: dict[int, list[_Sought]] = defaultdict(list)
         tensors = self._root.tensors
         known: dict[tuple[int, int], list[_Sought]] = {}  # by owners and number of the chunk
-        for number, target in enumerate(targets):
-            tensor = tensors.get(target.source) or self.tensor(target.source)
-            for overlap in target.parts:
+        for number, (name, parts) in enumerate(asked):
+            tensor = tensors.get(name)
+            if tensor is None:
+                raise CheckpointError(f"the checkpoint holds no tensor {name!r}")
+            for overlap in parts:
                 key = (tensor.owners, overlap.number)
                 sought = known.get(key)
                 if sought is None:
@@ -85,21 +72,6 @@ class PartIndexes:
         for part, sought in by_part.items():
             found += self._in_part(part, sought)
         return in_file_order(found)
-
-    def chunk_at(self, name: str, offset: tuple[int, ...] | None, hint: int | None) -> tuple[int, Box]:
-        """The number and the box of the chunk that begins at this offset of a tensor (None: at its first element)."""
-        tensor = self.tensor(name)
-        key = (tensor.layout, tensor.shape, offset)
-        found = self._places.get(key)
-        if found is None:
-            offsets = (0,) * len(tensor.shape) if offset is None else offset
-            if len(offsets) != len(tensor.shape):
-                raise CheckpointError(f"{tensor.name!r} has {len(tensor.shape)} dims, so no chunk at {list(offsets)}")
-            found = _chunk_at(self._root.chunks(tensor), offsets, hint)
-            if found[0] < 0:
-                raise CheckpointError(f"{tensor.name!r} has no chunk at {list(offsets)}")
-            self._places[key] = found
-        return found
 
     def value(self, name: str) -> StoredValue:
         """Where a value lies that is in data files; raises if there is none of this name, or not all of it.
@@ -118,7 +90,7 @@ class PartIndexes:
                 f"{root.source}: {name!r} is said to be no tensor, but to have the dtype {dtype} and the shape {shape}"
             )
         box = Box.whole(shape)
-        parts = complete_parts(name, box, Overlaps().of(chunks, box))
+        parts = complete_parts(name, chunks, box)
         check_room(self._store, root.data_files_of(name), box.numel, repr(name))
         return StoredValue(kind, box, parts)
 
@@ -161,13 +133,12 @@ class PartIndexes:
         Only the indexes of parts that may have one of the boxes are read.
         """
         parts: set[int] = set()
-        overlaps = Overlaps()
         for name, box in boxes:
             tensor = self._root.tensors.get(name)
             if tensor is None or len(tensor.shape) != box.ndim or box.is_empty:
                 continue
             if Box.whole(tensor.shape).contains(box):
-                found = overlaps.of(self._root.chunks(tensor), box).parts
+                found = overlapping(self._root.chunks(tensor), box)
                 if len(found) == 1:  # a box that reaches into several chunks of the root is none of a part
                     parts.add(self._part_of(tensor, found[0].number))
         self._load(parts)
@@ -204,13 +175,6 @@ class PartIndexes:
         known = {tensor.name: digest for tensor, digest, there in zip(tensors, standing, seen, strict=True) if there}
         objects = self._root.head.objects  # their digest is longer than that of a tensor
         return known | {value.name: b"in the root, as %d: %b" % (value.kind, value.data) for value in objects}
-
-    def tensor(self, name: str) -> StoredTensor:
-        """The root's entry of a tensor."""
-        try:
-            return self._root.tensors[name]
-        except KeyError:
-            raise CheckpointError(f"the checkpoint holds no tensor {name!r}") from None
 
     def _part_of(self, tensor: StoredTensor, number: int) -> int:
         """The part that has a chunk of a tensor."""
@@ -351,17 +315,3 @@ def in_file_order(wanted: list[Wanted]) -> list[Wanted]:
 def _no_rows() -> Rows:
     none, numbers = np.empty(0, np.uint64), np.empty(0, np.uint32)
     return Rows(none, none, none, numbers, numbers, numbers, numbers, none, none, numbers)
-
-
-def _chunk_at(chunks: Chunks, offsets: tuple[int, ...], hint: int | None) -> tuple[int, Box]:
-    if isinstance(chunks, GridChunks):
-        number = chunks.number_at(offsets)
-        return number, chunks.box(max(number, 0))
-    for number in [hint] if hint is not None and 0 <= hint < len(chunks) else []:
-        box = chunks.box(number)
-        if box.offsets == offsets:
-            return number, box
-    for number, box in enumerate(chunks.boxes()):
-        if box.offsets == offsets:
-            return number, box
-    return -1, Box(offsets, offsets)

@@ -9,16 +9,14 @@ from typing import Any, Final
 
 from terrazzo.checkpoint.listing import Entry, Listing, corner
 from terrazzo.checkpoint.native import objects
-from terrazzo.checkpoint.native.chunks import Chunks, Overlap
+from terrazzo.checkpoint.native.chunks import Chunks, Overlap, complete_parts
 from terrazzo.checkpoint.native.commit import committed_manifest
 from terrazzo.checkpoint.native.dtype_names import itemsize_of
-from terrazzo.checkpoint.native.finding import AskedParts, PartIndexes
+from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.numbers import numbers_of
-from terrazzo.checkpoint.native.overlaps import Overlaps
 from terrazzo.checkpoint.native.peeking import box_of_chunk
 from terrazzo.checkpoint.native.root import TENSOR, TYPED, Root
 from terrazzo.checkpoint.stores.base import Store
-from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import Box
 
 _OBJECT: Final = Entry()
@@ -74,15 +72,12 @@ class NativeListing(Listing):
         box = corner(shape, count)
         if 0 in shape:
             return []
-        coverage = Overlaps().of(chunks, box)
-        if coverage.missing:
-            raise CheckpointError(f"{name!r}: the first elements are not in the checkpoint, which is incomplete")
-        return numbers_of(dtype, self._bytes_of(name, coverage.parts))
+        return numbers_of(dtype, self._bytes_of(name, complete_parts(name, chunks, box)))
 
     def _bytes_of(self, name: str, parts: Sequence[Overlap]) -> bytes:
         """The bytes of parts that are one row, or a piece of one."""
         found: dict[int, bytes] = {}  # by where they are in the row
-        for each in self._index.find([AskedParts(name, parts)]):
+        for each in self._index.find([(name, parts)]):
             assert each.overlap is not None
             data = box_of_chunk(self._store, each.chunk, Box(each.offsets, each.lengths))
             before = 0 if each.part is None else sum(each.part.offsets[-1:])  # 0 dims: one element

@@ -39,7 +39,6 @@ class Filling(msgspec.Struct, eq=False):
     """A destination that is being filled by `left` pieces."""
 
     target: torch.Tensor
-    key: Any  # what the caller attached
     left: int = 1
     in_place: bool = False  # bytes are read into its memory, of which PyTorch does not know
     chunk: StoredChunk | None = None  # if it gets all bytes of a chunk whose CRC-32 is known
@@ -102,11 +101,11 @@ class Requests:
         self._skipped = memoryview(bytearray(self._gap))  # memory for the bytes between runs, which are discarded
         self.bytes_read = 0
 
-    def read(self, wanted: Iterable[Wanted]) -> Iterator[Filling]:
-        """Read what is wanted, sorted by file and by offset in the file; yields each full destination."""
+    def read(self, wanted: Iterable[Wanted]) -> None:
+        """Read what is wanted, sorted by file and by offset in the file."""
         for request in self._carried_out(self._requests(self._runs(wanted))):
             batch: _Batch = request.owner
-            full: list[Filling] = []
+            changed: list[torch.Tensor] = []
             targets: list[torch.Tensor] = []
             staged: list[torch.Tensor] = []
             if batch.checks is not None:
@@ -123,18 +122,16 @@ class Requests:
                     targets.append(target)
                     staged.append(elements)
                 filling.left -= 1
-                if filling.left == 0:
-                    full.append(filling)
-                    if filling.chunk is not None:
-                        self._check_crc(filling.chunk, filling.target)
+                if filling.left == 0 and filling.chunk is not None:
+                    self._check_crc(filling.chunk, filling.target)
+                if filling.left == 0 and filling.in_place and not filling.target.is_inference():
+                    changed.append(filling.target)
             if targets:
                 torch._foreach_copy_(targets, staged)
             if batch.buffer is not None:
                 self._spare.append(batch.buffer)
-            changed = [each.target for each in full if each.in_place and not each.target.is_inference()]
             if changed:
                 increment_version(changed)
-            yield from full
 
     def release(self) -> None:
         """Give back the memory that is kept between reads."""

@@ -1,17 +1,25 @@
-"""The rows that a rank writes: boxes of tensors and other values, from the state dict to the index, in one form.
+"""What a rank writes and reads: boxes of tensors, and other values.
 
-The planner makes a row for all that a rank holds, and keeps those that the rank writes (`plan.ownership`). The writer
-lays them out in files, and writes an index with one row for each. PyTorch's items become rows in `items`.
+A **row** is what a rank may write. The planner makes one for all that the rank holds, and keeps those that it writes
+(`plan.ownership`). The writer lays them out in files, and writes an index with one row for each.
+
+A **target** is memory that a rank loads into. The planner makes one for each box that the rank holds, with the parts of
+stored chunks that it needs; a reader fills it.
+
+PyTorch's items become rows and targets in `torch_api`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
+import io
+from collections.abc import Callable, Hashable, Sequence
+from operator import mul
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
+from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.format import BLOCK, block_of
 from terrazzo.checkpoint.native.index import RAW
@@ -89,3 +97,49 @@ def object_row(
     """The row of a value that is not a tensor: one-dimensional, of bytes."""
     nbytes = len(payload.encoded() if isinstance(payload, ObjectBytes) else payload)
     return Row(name, Form(torch.uint8, (nbytes,), Box((0,), (nbytes,)), nbytes), payload, kind, holders, key)
+
+
+class Target(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """Memory of the state dict, `box` of the tensor stored as `source`, and the parts of stored chunks that fill it.
+
+    `name` is the state dict's own, and `number` tells the boxes of one tensor apart. Targets that are alike share
+    their `parts`.
+    """
+
+    name: str
+    source: str
+    tensor: torch.Tensor
+    box: Box
+    parts: Sequence[Overlap]
+    number: int = 0
+
+    def part(self, overlap: Overlap) -> torch.Tensor:
+        """The memory that one of the parts fills."""
+        tensor, lengths = self.tensor, overlap.lengths
+        if tensor.shape == lengths:
+            return tensor
+        # A third of the cost of `narrow`, which checks what holds here: an overlap is within its box.
+        strides = tensor.stride()
+        start = tensor.storage_offset() + sum(map(mul, overlap.in_box, strides))
+        return tensor.as_strided(lengths, strides, start)
+
+
+class ReadPlan(msgspec.Struct, frozen=True):
+    """What a rank reads: boxes of tensors, and values that are none, each as its name in the state dict and in the
+    checkpoint."""
+
+    targets: Sequence[Target]
+    values: Sequence[tuple[str, str]] = ()
+
+
+class Receiver(Protocol):
+    """What a load gives the values that it has read: the planner."""
+
+    @property
+    def allow_pickle(self) -> bool:
+        """Whether values that were stored as pickles may be unpickled."""
+        ...
+
+    def put_value(self, name: str, value: io.BytesIO) -> None:
+        """Put a value that has been read into the state dict."""
+        ...

@@ -6,7 +6,8 @@ import io
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -17,12 +18,10 @@ from terrazzo.checkpoint.native import marker, objects
 from terrazzo.checkpoint.native.commit import Commit, committed_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
-from terrazzo.checkpoint.native.items import rows_of
 from terrazzo.checkpoint.native.parts import PartResults
-from terrazzo.checkpoint.native.plans import ReadPlan, Receiver
 from terrazzo.checkpoint.native.reader import Reading
 from terrazzo.checkpoint.native.root import TYPED, Root
-from terrazzo.checkpoint.native.rows import Row
+from terrazzo.checkpoint.native.rows import Row, Target
 from terrazzo.checkpoint.native.writer import (
     FilesOfRank,
     WriteOptions,
@@ -30,16 +29,16 @@ from terrazzo.checkpoint.native.writer import (
     discard,
     write_part,
 )
-from terrazzo.checkpoint.plain_reader import PlainReader
-from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from terrazzo.checkpoint.planner import SavePlan, SavePlanner
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import Store
+from terrazzo.checkpoint.torch_api.items import rows_of
+from terrazzo.checkpoint.torch_api.readers import TargetReader
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, CheckpointFormatError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 # A subclass that changes one of these sees PyTorch's plans.
 _SEES_SAVE_PLANS: Final = ("prepare_local_plan", "prepare_global_plan", "place", "write_data")
-_SEES_READ_PLANS: Final = ("set_up_storage_reader", "prepare_local_plan", "prepare_global_plan", "read_data")
 
 
 class NativeWriter(StorageWriter):
@@ -201,26 +200,23 @@ class NativeWriter(StorageWriter):
         return StorageMeta(self.store.location, self._files.save_id if self._files is not None else None)
 
 
-class NativeReader(PlainReader):
+class NativeReader(TargetReader):
     """Reads the native format from a store.
 
     With `verify` (the default) every byte that is used is compared with its checksum.
     """
 
-    plans_alone = True
-
     def __init__(self, store: Store, *, verify: bool = True) -> None:
         self.store = store
         self.verify = verify
-        self.bytes_read = 0
         self._manifest: Root | None = None
         self.load_id = uuid.uuid4().hex[:12]  # of the load that is under way
         self._reading: Reading | None = None  # kept from one read to the next: which files have been checked
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
         self._manifest = None
         self._reading = None
-        self.bytes_read = 0
         self.load_id = uuid.uuid4().hex[:12]
         self._check_id(checkpoint_id)
 
@@ -231,17 +227,7 @@ class NativeReader(PlainReader):
         self._manifest = committed_manifest(self.store)
         return self._described()
 
-    def load_side(self) -> NativeReader:
-        """How a load uses this reader: see `run.sides`."""
-        return self
-
     takes_roots = True
-
-    @property
-    def takes_read_plans(self) -> bool:
-        """Whether plans come in the library's own form: not if a subclass sees or changes PyTorch's."""
-        kind, own = type(self), vars(self)
-        return all(getattr(kind, name) is getattr(NativeReader, name) and name not in own for name in _SEES_READ_PLANS)
 
     def root(self) -> bytes:
         """The root of the checkpoint that is there now, for `use_root` of readers on other ranks."""
@@ -260,29 +246,26 @@ class NativeReader(PlainReader):
         return metadata_of(self._manifest, StorageMeta(self.store.location, save_id, self.load_id))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator)
         if isinstance(metadata.storage_data, Root):
             self._manifest = metadata.storage_data
 
-    def _carry_out(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        reading = self._open()
-        before = reading.bytes_read
-        tensors = []
-        for item in plan.items:
-            if item.type is LoadItemType.BYTE_IO:
-                value = self._value(reading, item.storage_index.fqn, getattr(planner, "allow_pickle", False))
-                planner.load_bytes(item, value)
-            else:
-                tensors.append(item)
-        reading.read_items(tensors, planner)
-        self.bytes_read += reading.bytes_read - before
+    def fill(self, targets: Sequence[Target]) -> None:
+        with self._counted() as reading:
+            reading.fill(targets)
 
-    def read(self, plan: ReadPlan, receiver: Receiver) -> None:
-        """Carry out a plan in the library's own form."""
+    def values(self, names: Sequence[str], allow_pickle: bool) -> Iterator[io.BytesIO]:
+        with self._counted() as reading:
+            for name in names:
+                kind, payload = reading.read_object(name)
+                yield objects.received(name, kind == TYPED, payload, allow_pickle)
+
+    @contextmanager
+    def _counted(self) -> Iterator[Reading]:
+        """The reading; what it reads meanwhile is counted."""
         reading = self._open()
         before = reading.bytes_read
-        for value in plan.values:
-            receiver.put_value(value.name, self._value(reading, value.source, receiver.allow_pickle))
-        reading.read_targets(plan.targets)
+        yield reading
         self.bytes_read += reading.bytes_read - before
 
     def _open(self) -> Reading:
@@ -296,11 +279,6 @@ class NativeReader(PlainReader):
     def digests(self) -> dict[str, bytes]:
         """A digest of each value: see `Checkpoint.digests`."""
         return self._open().index.digests()
-
-    def _value(self, reading: Reading, name: str, allow_pickle: bool) -> io.BytesIO:
-        """A value that is not a tensor, as the bytes that planners are given."""
-        kind, payload = reading.read_object(name)
-        return objects.received(name, kind == TYPED, payload, allow_pickle)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -24,24 +24,20 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
     is_tensor_entry,
 )
-from terrazzo.checkpoint.native.chunks import Overlap
-from terrazzo.checkpoint.native.contents import ManifestEntries, table_of
+from terrazzo.checkpoint.native.chunks import Overlap, complete_parts
 from terrazzo.checkpoint.native.dtypes import can_convert, is_lossless
 from terrazzo.checkpoint.native.memory import fault_of
 from terrazzo.checkpoint.native.objects import value_of
-from terrazzo.checkpoint.native.overlaps import Overlaps, complete_parts
-from terrazzo.checkpoint.native.plans import ReadPlan, Target, Value, narrowed
+from terrazzo.checkpoint.native.rows import ReadPlan, Target
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, set_element
-from terrazzo.checkpoint.plan.from_root import RootTargets
 from terrazzo.checkpoint.plan.per_rank import PerRank, name_on_rank
-from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded, local_chunks
-from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded, plain_chunk
+from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from terrazzo.checkpoint.torch_api.items import items_of, value_item
 from terrazzo.errors import CheckpointError, CheckpointMismatchError, TerrazzoError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
 _NAMED = 50
-# A subclass that changes one of these sees what items are read into.
-_TARGETS: Final = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 # A subclass that changes one of these sees items, or makes other ones.
 _SEES_ITEMS: Final = (
     "create_local_plan",
@@ -49,7 +45,10 @@ _SEES_ITEMS: Final = (
     "finish_plan",
     "load_bytes",
     "resolve_bytes",
-    *_TARGETS,
+    "resolve_tensor",
+    "lookup_tensor",
+    "transform_tensor",
+    "commit_tensor",
 )
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
@@ -128,25 +127,18 @@ class DefaultLoadPlanner(LoadPlanner):
         plan = self._planned()
         self._targets = {}
         items: list[ReadItem] = []
-        none = torch.Size()
         for target in plan.targets:
             index = MetadataIndex(target.name, target.box.offsets, target.number)
             self._targets[index] = target.tensor
             items += items_of(index, target.source, target.parts)
-        for value in plan.values:
-            items.append(
-                ReadItem(LoadItemType.BYTE_IO, MetadataIndex(value.name), none, MetadataIndex(value.source), none, none)
-            )
-        return LoadPlan(items)
+        return LoadPlan(items + [value_item(name, source) for name, source in plan.values])
 
     def read_plan(self) -> ReadPlan | None:
         """The local plan in the library's own form; None if a subclass makes, sees or changes items."""
-        return self._planned() if self._has_kept(_SEES_ITEMS) else None
-
-    def _has_kept(self, names: Sequence[str]) -> bool:
-        """Whether these methods are those of this class: no subclass has changed them."""
         kind, own = type(self), vars(self)
-        return all(getattr(kind, name) is getattr(DefaultLoadPlanner, name) and name not in own for name in names)
+        if any(getattr(kind, name) is not getattr(DefaultLoadPlanner, name) or name in own for name in _SEES_ITEMS):
+            return None
+        return self._planned()
 
     @torch.no_grad()
     def _planned(self) -> ReadPlan:
@@ -159,15 +151,13 @@ class DefaultLoadPlanner(LoadPlanner):
             del self._before[name]
         faults = _Faults([], [])
         targets: list[Target] = []
-        values: list[Value] = []
-        viewer, overlaps = Viewer(), Overlaps()
-        root = stored.root if isinstance(stored, ManifestEntries) else None
-        add_of_root = None if root is None else RootTargets(root, viewer, overlaps).add
+        values: list[tuple[str, str]] = []
+        viewer = Viewer()
+        # By the box and the entry themselves (kept, so that their ids stay theirs), which tensors that are alike share.
+        known: dict[tuple[int, int], tuple[tuple[Overlap, ...], Box, Any]] = {}
         name, value = "", None
         try:
             for name, value in self.state_dict.items():
-                if add_of_root is not None and add_of_root(name, value, targets):
-                    continue
                 entry = stored.get(name)
                 source: str | None = name
                 if entry is None or type(value) is PerRank:  # most values are stored under their own names
@@ -182,21 +172,25 @@ class DefaultLoadPlanner(LoadPlanner):
                     if isinstance(value, PerRank):
                         value = value.value
                 assert source is not None
-                if not (isinstance(value, torch.Tensor) or is_sharded(value)):
+                sharded = is_sharded(value)
+                if not (sharded or isinstance(value, torch.Tensor)):
                     if is_tensor_entry(entry):
                         faults.mismatched.append(f"{name}: {_no_tensor(entry, value)}")
                     else:
-                        values.append(Value(name, source))
-                elif not is_tensor_entry(entry):
+                        values.append((name, source))
+                elif type(entry) is not TensorStorageMetadata and not is_tensor_entry(entry):  # PyTorch's class
                     faults.mismatched.append(f"{name}: the checkpoint holds an object, the state dict a tensor")
                 else:
                     fault = self._fault(value.size(), value.dtype, entry)
                     if fault is not None:
                         faults.mismatched.append(f"{name}: {fault}")
                         continue
-                    for number, (box, tensor) in enumerate(local_chunks(name, value, viewer.view).chunks):
-                        parts = _parts(source, box, entry, overlaps)
-                        targets.append(Target(name, source, tensor, box, parts, number))
+                    for number, (box, tensor) in enumerate(_chunks_of(name, value, viewer, sharded)):
+                        key = id(box), id(entry)
+                        alike = known.get(key)
+                        if alike is None:
+                            alike = known[key] = complete_parts(source, entry.chunks, box), box, entry
+                        targets.append(Target(name, source, tensor, box, alike[0], number))
         except (RuntimeError, ValueError) as error:  # of tensors whose shape cannot be asked for
             fault = "" if isinstance(error, TerrazzoError) or not isinstance(value, torch.Tensor) else fault_of(value)
             if not fault:
@@ -220,9 +214,11 @@ class DefaultLoadPlanner(LoadPlanner):
         if size != entry.size:
             return f"the checkpoint's shape is {list(entry.size)}, the state dict's is {list(size)}"
         stored = entry.properties.dtype
+        if stored is dtype:
+            return None
         if not can_convert(stored, dtype):
             return f"torch cannot convert the checkpoint's {stored} to {dtype}; load it as {stored}"
-        if stored != dtype and not self.allow_lossy_dtype and not is_lossless(stored, dtype):
+        if not self.allow_lossy_dtype and not is_lossless(stored, dtype):
             return f"{dtype} does not hold every value of the checkpoint's {stored} (see allow_lossy_dtype)"
         return None
 
@@ -278,14 +274,12 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """The part of the local tensor that an item fills."""
-        return narrowed(tensor, read_item.dest_offsets, read_item.lengths)
+        if tensor.shape == read_item.lengths:
+            return tensor
+        return tensor[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices()]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Nothing: the tensor was the state dict's own memory."""
-
-    def fills_in_any_order(self) -> bool:
-        """Whether targets may be asked for and filled in any order: not if a subclass sees them."""
-        return self._has_kept(_TARGETS)
 
     def forget(self) -> None:
         """Drop the references to the state dict, which a planner that is kept would keep alive."""
@@ -309,30 +303,12 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def read_items(
-    dest_index: MetadataIndex, source: str, box: Box, entry: TensorStorageMetadata, overlaps: Overlaps
-) -> list[ReadItem]:
-    """The items that fill `box` of the tensor stored as `source`."""
-    return items_of(dest_index, source, _parts(source, box, entry, overlaps))
-
-
-def _parts(source: str, box: Box, entry: TensorStorageMetadata, overlaps: Overlaps) -> tuple[Overlap, ...]:
-    return complete_parts(source, box, overlaps.of(table_of(entry.chunks), box))
-
-
-def items_of(dest_index: MetadataIndex, source: str, parts: Sequence[Overlap]) -> list[ReadItem]:
-    """The parts that a target needs, as PyTorch's items."""
-    return [
-        ReadItem(
-            LoadItemType.TENSOR,
-            dest_index,
-            torch.Size(part.in_box),
-            MetadataIndex(source, part.chunk.offsets, part.number),
-            torch.Size(part.in_chunk),
-            torch.Size(part.lengths),
-        )
-        for part in parts
-    ]
+def _chunks_of(name: str, value: Any, viewer: Viewer, sharded: bool) -> Sequence[tuple[Box, torch.Tensor]]:
+    """This rank's boxes of a tensor, and its memory for each."""
+    if not sharded:
+        return (plain_chunk(name, value),)
+    only = viewer.only_chunk(name, value)
+    return viewer.view(name, value).chunks if only is None else ((only[1], only[2]),)
 
 
 def _no_tensor(entry: TensorStorageMetadata, value: object) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
-from terrazzo.checkpoint.native.plans import ReadPlan
+from terrazzo.checkpoint.native.rows import ReadPlan
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import StepFailed, Team

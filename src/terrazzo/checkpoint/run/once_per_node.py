@@ -32,7 +32,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo
 from terrazzo._torch.groups import default_store
 from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.dtypes import as_bytes
-from terrazzo.checkpoint.native.plans import ReadPlan, Target
+from terrazzo.checkpoint.native.rows import ReadPlan, Target
 
 _PIECE: Final = 32 << 20  # bytes that are sent at once
 _ALIGNMENT: Final = 16

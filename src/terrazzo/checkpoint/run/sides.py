@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from terrazzo.checkpoint.metadata import Metadata
-from terrazzo.checkpoint.native.plans import ReadPlan, Receiver
-from terrazzo.checkpoint.native.rows import Row
+from terrazzo.checkpoint.native.rows import ReadPlan, Receiver, Row
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache
 from terrazzo.checkpoint.plan.ownership import Held
 from terrazzo.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem

@@ -18,11 +18,11 @@ from terrazzo.checkpoint.listing import in_order
 from terrazzo.checkpoint.metadata import Metadata, TensorStorageMetadata
 from terrazzo.checkpoint.native.memory import empty
 from terrazzo.checkpoint.native.objects import value_of
-from terrazzo.checkpoint.plan.boxes import Boxes
 from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.run.locate import reader_for, usable_reader
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place, Store
+from terrazzo.checkpoint.torch_api.readers import Boxes
 from terrazzo.errors import CheckpointIndexError
 from terrazzo.layout.box import Box
 from terrazzo.layout.drawing import table_html

@@ -21,8 +21,8 @@ from terrazzo.checkpoint.formats.zip_reading import Window
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.root import check_shape
+from terrazzo.checkpoint.native.rows import Target
 from terrazzo.checkpoint.native.spans import StoredChunk
-from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
@@ -88,15 +88,10 @@ class HuggingFaceReader(TableReader):
         dequantised(weight, box, target, self._dequantise, read)
         return nbytes
 
-    def _carry_out(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def fill(self, targets: Sequence[Target]) -> None:
         self.read_metadata()
-        if not self._quantised:
-            super()._carry_out(plan, planner)
-            return
-        packed = [item for item in plan.items if item.storage_index.fqn in self._quantised]
-        plain = [item for item in plan.items if item.storage_index.fqn not in self._quantised]
-        super()._carry_out(LoadPlan(plain), planner)
-        BoxReader._carry_out(self, LoadPlan(packed), planner)
+        super().fill([target for target in targets if target.source not in self._quantised])
+        BoxReader.fill(self, [target for target in targets if target.source in self._quantised])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

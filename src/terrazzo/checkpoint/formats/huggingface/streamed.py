@@ -17,9 +17,9 @@ import torch
 
 from terrazzo.checkpoint.formats.huggingface.layout import Layout, Slot
 from terrazzo.checkpoint.formats.huggingface.runs import runs_of
-from terrazzo.checkpoint.native.items import data_of
 from terrazzo.checkpoint.planner import SavePlanner, WriteItem
 from terrazzo.checkpoint.stores import Upload
+from terrazzo.checkpoint.torch_api.items import data_of
 from terrazzo.comm.control import ControlPlane
 from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import boxes_of_flat_range

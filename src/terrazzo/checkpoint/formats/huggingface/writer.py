@@ -39,13 +39,13 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.native.items import data_of
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.sides import WriterSide
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import LocalStore, Place, Store, Upload
 from terrazzo.checkpoint.stores.places import is_url
+from terrazzo.checkpoint.torch_api.items import data_of
 from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
 from terrazzo.errors import (
     CheckpointError,

@@ -1,0 +1,186 @@
+"""PyTorch's items, where saves and loads meet them: as rows to write, and as targets to read into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import prod
+from typing import Any, Final
+
+import torch
+
+from terrazzo.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from terrazzo.checkpoint.native.chunks import Overlap, complete_parts
+from terrazzo.checkpoint.native.dtypes import as_bytes, can_convert
+from terrazzo.checkpoint.native.memory import empty, fault_of
+from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.native.root import RAW, TYPED
+from terrazzo.checkpoint.native.rows import Form, Row, Target, form_of, object_row
+from terrazzo.checkpoint.planner import (
+    LoadItemType,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from terrazzo.errors import CheckpointError, UnsupportedValueError
+from terrazzo.layout.box import Box
+
+AT_ONCE: Final = 32 << 20  # bytes of tensors that are read into memory of their own together
+
+
+def rows_of(plan: SavePlan, planner: SavePlanner) -> list[Row]:
+    """PyTorch's items as rows; the planner is asked for the data of a tensor when it is written."""
+    tied_to = getattr(planner, "tied_to", None)
+    # Many items share one description; the plan keeps it alive, and with it its id.
+    forms: dict[int, Form] = {}
+    rows = []
+    for item in plan.items:
+        name = item.index.fqn
+        if item.type is WriteItemType.BYTE_IO:
+            rows.append(object_row(name, *_payload(planner, item)))
+            continue
+        data = item.tensor_data
+        if data is None:
+            raise CheckpointError(f"{name!r}: an item of type {item.type} needs tensor_data")
+        form = forms.get(id(data))
+        if form is None:
+            box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+            form = forms[id(data)] = form_of(data.properties.dtype, tuple(data.size), box)
+        tied = None if tied_to is None else tied_to(item.index)
+        rows.append(Row(name, form, key=item.index, tied=tied, source=partial(data_of, planner, item)))
+    return rows
+
+
+def _payload(planner: SavePlanner, item: WriteItem) -> tuple[int, bytes | ObjectBytes]:
+    data = planner.resolve_data(item)
+    if isinstance(data, ObjectBytes):
+        return TYPED, data
+    if isinstance(data, torch.Tensor):
+        raise CheckpointError(
+            f"{item.index.fqn!r}: the plan promised bytes, but the planner's resolve_data gave a tensor"
+        )
+    return RAW, data.getvalue()
+
+
+def data_of(planner: SavePlanner, item: WriteItem) -> Any:
+    """What the planner's `resolve_data` returns for an item; raises an error for a tensor without memory."""
+    data = planner.resolve_data(item)
+    if isinstance(data, torch.Tensor):
+        fault = fault_of(data)
+        if fault:
+            raise UnsupportedValueError(f"{item.index.fqn!r}: what the planner's resolve_data returned: {fault}")
+    return data
+
+
+def items_of(dest_index: MetadataIndex, source: str, parts: Sequence[Overlap]) -> list[ReadItem]:
+    """The parts that a target needs, as PyTorch's items."""
+    return [
+        ReadItem(
+            LoadItemType.TENSOR,
+            dest_index,
+            torch.Size(part.in_box),
+            MetadataIndex(source, part.chunk.offsets, part.number),
+            torch.Size(part.in_chunk),
+            torch.Size(part.lengths),
+        )
+        for part in parts
+    ]
+
+
+def value_item(name: str, source: str) -> ReadItem:
+    """A value that is not a tensor, as PyTorch's item."""
+    none = torch.Size()
+    return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(name), none, MetadataIndex(source), none, none)
+
+
+def fill_items(
+    items: Sequence[ReadItem],
+    planner: LoadPlanner,
+    entry_of: Callable[[str], TensorStorageMetadata],
+    fill: Callable[[Sequence[Target]], None],
+    at_once: float = AT_ONCE,
+) -> None:
+    """Fill the tensors that a planner returns for items, by a reader's `fill`.
+
+    PyTorch's readers call `resolve_tensor`, fill the tensor and call `commit_tensor` before they go on to the next one,
+    so a planner may keep in between what it needs at the end. Here tensors are read into memory first, up to `at_once`
+    bytes together; then the planner is called for each. A larger tensor is read by itself into the planner's memory.
+    """
+    for group, is_large in _groups(items, entry_of, at_once):
+        targets = [_target_of(item, entry_of(item.storage_index.fqn), planner if is_large else None) for item in group]
+        fill(targets)
+        for item, target in zip(group, targets, strict=True):
+            resolved = target.tensor
+            if not is_large:
+                resolved = _resolved(planner, item)
+                _copy(item, target.tensor, resolved)
+            planner.commit_tensor(item, resolved)
+
+
+def _groups(
+    items: Sequence[ReadItem], entry_of: Callable[[str], TensorStorageMetadata], at_once: float
+) -> Iterator[tuple[list[ReadItem], bool]]:
+    """The items in lists of at most so many bytes, and whether it is one that has more."""
+    group: list[ReadItem] = []
+    total = 0
+    for item in items:
+        nbytes = prod(item.lengths) * entry_of(item.storage_index.fqn).properties.dtype.itemsize
+        if group and total + nbytes > at_once:
+            yield group, False
+            group, total = [], 0
+        if nbytes > at_once:
+            yield [item], True
+            continue
+        group.append(item)
+        total += nbytes
+    if group or not items:  # a reader whose ranks read together is called on all of them
+        yield group, False
+
+
+def _target_of(item: ReadItem, entry: TensorStorageMetadata, planner: LoadPlanner | None) -> Target:
+    """An item as a target: memory of the planner, or without one new memory."""
+    index, lengths = item.storage_index, tuple(item.lengths)
+    box = Box(tuple(item.storage_offsets), lengths)
+    if index.offset is not None:
+        box = box.shifted(tuple(index.offset))
+    if planner is None:
+        memory = empty(index.fqn, lengths, entry.properties.dtype)
+    else:
+        memory = _resolved(planner, item)
+        _check_convertible(item, entry.properties.dtype, memory.dtype)
+    return Target(item.dest_index.fqn, index.fqn, memory, box, complete_parts(index.fqn, entry.chunks, box))
+
+
+def _resolved(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
+    """What the planner's `resolve_tensor` returns for an item; raises an error if it cannot be filled."""
+    name, target = item.dest_index.fqn, planner.resolve_tensor(item).detach()
+    if target.is_meta:
+        raise CheckpointError(
+            f"{name!r} is on the meta device, which holds no values; give it memory first, or load with a planner "
+            f"whose resolve_tensor does"
+        )
+    fault = fault_of(target)
+    if fault:
+        raise UnsupportedValueError(f"{name!r}: what the planner's resolve_tensor returned: {fault}")
+    if target.shape != tuple(item.lengths):
+        raise CheckpointError(
+            f"{name!r}: the planner's resolve_tensor returned a tensor of shape {list(target.shape)} for "
+            f"{list(item.lengths)}"
+        )
+    return target
+
+
+def _copy(item: ReadItem, read: torch.Tensor, target: torch.Tensor) -> None:
+    _check_convertible(item, read.dtype, target.dtype)
+    as_bytes(target).copy_(as_bytes(read))
+
+
+def _check_convertible(item: ReadItem, stored: torch.dtype, wanted: torch.dtype) -> None:
+    if not can_convert(stored, wanted):
+        raise CheckpointError(
+            f"{item.dest_index.fqn!r}: torch cannot convert the checkpoint's {stored} to {wanted}, the dtype of what "
+            f"the planner's resolve_tensor returned"
+        )
