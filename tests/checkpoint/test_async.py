@@ -35,8 +35,7 @@ from terrazzo.checkpoint import (
     load,
     save,
 )
-from terrazzo.checkpoint.plan.chunked import ChunkedTensor
-from terrazzo.checkpoint.plan.sharded import Viewer
+from terrazzo.checkpoint.plan.sharded import ChunkedTensor, Viewer
 from terrazzo.checkpoint.run.background import background_of
 from terrazzo.checkpoint.run.staging import put_together, take_apart
 from terrazzo.errors import CheckpointError, UnsupportedValueError

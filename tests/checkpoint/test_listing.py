@@ -18,7 +18,7 @@ from terrazzo.checkpoint.native.dtype_names import STORED
 from terrazzo.checkpoint.native.dtypes import OPAQUE, dtype_from_name
 from terrazzo.checkpoint.native.listing import NativeListing
 from terrazzo.checkpoint.native.memory import bytes_of
-from terrazzo.checkpoint.plan.chunked import ChunkedTensor
+from terrazzo.checkpoint.plan.sharded import ChunkedTensor
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.checkpoint.tools.describe import ReaderListing
 from terrazzo.cli import app

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name, is_lossless
 from terrazzo.checkpoint.native.objects import ObjectBytes, decode, encode
-from terrazzo.checkpoint.plan.digest import digest_of_tensor
+from terrazzo.checkpoint.plan.ownership import digest_of_tensor
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 
 hashable = st.recursive(

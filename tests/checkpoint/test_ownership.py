@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import checkpoint_scale as scale
-from terrazzo.checkpoint.native.coverage import faults_of
-from terrazzo.checkpoint.native.merging import About, merge
+from terrazzo.checkpoint.native.merging import About, faults_of, merge
 from terrazzo.checkpoint.native.parts import make_part
 from terrazzo.checkpoint.native.root import Root, TensorEntry
 from terrazzo.checkpoint.plan.ownership import Claim, Negotiation, answers, assign, groups_unsure

@@ -140,7 +140,7 @@ def test_everything_public_is_replaced_or_listed():
         # What all ranks raise is of the type that PyTorch's module has now.
         from torch.distributed.checkpoint.api import CheckpointException
 
-        from terrazzo.checkpoint.run.failures import exception_of, failure_of
+        from terrazzo.checkpoint.run.coordination import exception_of, failure_of
 
         failed = exception_of([failure_of(ValueError("why"), rank=0)], "saving", None)
         assert isinstance(failed, CheckpointException) and isinstance(failed.failures[0][0], ValueError)

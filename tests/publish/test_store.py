@@ -12,7 +12,7 @@ from torch import nn
 from publish import worlds
 from ranks import run_ranks
 from terrazzo.checkpoint import save, verify
-from terrazzo.checkpoint.plan.chunked import ChunkedTensor
+from terrazzo.checkpoint.plan.sharded import ChunkedTensor
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore
 from terrazzo.errors import (
     CheckpointCorruptError,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         TensorStorageMetadata,
     )
     from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
-    from terrazzo.checkpoint.plan.per_rank import PerRank
+    from terrazzo.checkpoint.plan.flatten import PerRank
     from terrazzo.checkpoint.planner import (
         LoadItemType,
         LoadPlan,
@@ -106,7 +106,7 @@ __getattr__, __dir__ = late(
             "TensorStorageMetadata",
         ],
         "native.storage": ["NativeReader", "NativeWriter"],
-        "plan.per_rank": ["PerRank"],
+        "plan.flatten": ["PerRank"],
         "planner": [
             "LoadItemType",
             "LoadPlan",

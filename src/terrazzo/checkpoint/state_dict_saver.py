@@ -15,11 +15,10 @@ from typing import Any, NoReturn
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.plan.save_planner import DefaultSavePlanner
 from terrazzo.checkpoint.planner import SavePlanner
-from terrazzo.checkpoint.run.argument_order import storage_may_be_second
 from terrazzo.checkpoint.run.background import AsyncSaveResponse, Background, SaveFuture, background_of
-from terrazzo.checkpoint.run.coordination import find_team, with_plane
+from terrazzo.checkpoint.run.coordination import failure_of, find_team, with_plane
 from terrazzo.checkpoint.run.events import operation
-from terrazzo.checkpoint.run.failures import failure_of
+from terrazzo.checkpoint.run.locate import storage_may_be_second
 from terrazzo.checkpoint.run.process_saver import Parcel, ProcessSaver
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.checkpoint.run.staging import AsyncStager, Staging

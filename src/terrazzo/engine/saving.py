@@ -34,8 +34,7 @@ from terrazzo.checkpoint.manager.tiers import Which
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST as LATEST_NAMES
 from terrazzo.checkpoint.native.names import name_as_latest, name_of_step, named_by_latest
-from terrazzo.checkpoint.plan.flatten import set_element
-from terrazzo.checkpoint.plan.per_rank import as_pattern
+from terrazzo.checkpoint.plan.flatten import as_pattern, set_element
 from terrazzo.checkpoint.run.locate import reader_for
 from terrazzo.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from terrazzo.checkpoint.stores import Place, Store

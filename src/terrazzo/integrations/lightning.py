@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
 from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, load, save
-from terrazzo.checkpoint.plan.per_rank import as_pattern
+from terrazzo.checkpoint.plan.flatten import as_pattern
 from terrazzo.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,

@@ -13,7 +13,7 @@ import torch
 
 from terrazzo.checkpoint.native.dtypes import as_bytes, can_convert, is_lossless
 from terrazzo.checkpoint.native.memory import same_memory
-from terrazzo.checkpoint.plan.chunked import ChunkedTensor
+from terrazzo.checkpoint.plan.sharded import ChunkedTensor
 from terrazzo.errors import CheckpointMismatchError, PublishError
 from terrazzo.layout import Box
 from terrazzo.publish.parts import Part, Parts, TensorInfo

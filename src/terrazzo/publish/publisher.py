@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
-from terrazzo.checkpoint.plan.digest import digests_of_tensors
+from terrazzo.checkpoint.plan.ownership import digests_of_tensors
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import DivergentValueError, PublishError
 from terrazzo.publish.channel import TRANSFER_LIMIT, Channel

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from terrazzo.checkpoint.native.coverage import faults_of, refuse
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
+from terrazzo.checkpoint.native.merging import faults_of, refuse
 from terrazzo.errors import CheckpointError, DivergentValueError, PublishError
 from terrazzo.layout import Box
 from terrazzo.publish.parts import Parts, TensorInfo

@@ -11,8 +11,7 @@ import torch
 
 from terrazzo.checkpoint.default_planner import DefaultSavePlanner
 from terrazzo.checkpoint.native.storage import NativeWriter
-from terrazzo.checkpoint.plan.chunked import ChunkedTensor
-from terrazzo.checkpoint.plan.sharded import Holders
+from terrazzo.checkpoint.plan.sharded import ChunkedTensor, Holders
 from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.errors import CheckpointExistsError, ConflictError, PublishValueError

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from terrazzo.checkpoint import Checkpoint, FileSystemWriter, load, save, verify
+from terrazzo.checkpoint import Checkpoint, FileSystemWriter, NativeReader, load, save, verify
 from terrazzo.checkpoint.native import writer
 from terrazzo.checkpoint.native.commit import read_manifest
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
 from terrazzo.checkpoint.native.index import decode_index, encode_index
 from terrazzo.checkpoint.native.listing import NativeListing
-from terrazzo.checkpoint.native.reader import Reading
 from terrazzo.checkpoint.native.root import TENSOR, ObjectEntry, Root, RootHead, encode_root
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Store
@@ -65,10 +64,9 @@ def test_a_value_in_several_chunks_is_read(
 def test_what_is_no_value_is_refused(tmp_path: Path) -> None:
     save({"w": torch.ones(3), "value": VALUE["names"]}, checkpoint_id=tmp_path, no_dist=True)
     store = LocalStore(tmp_path)
-    reading = Reading(store, read_manifest(store), verify=True)
     for name, what in (("w", "is a tensor"), ("none", "has no value 'none'")):
         with pytest.raises(CheckpointError, match=what):
-            reading.read_object(name)
+            list(NativeReader(store).values([name], False))
         with pytest.raises(CheckpointError, match=what):
             NativeListing(store).value(name)
 

@@ -17,7 +17,7 @@ import terrazzo.checkpoint as checkpoint
 from device_ranks import run_on_devices
 from late_ranks import run_late
 from terrazzo.checkpoint import CheckpointManager, DefaultStager, StagingOptions
-from terrazzo.checkpoint.plan.digest import digests_of_tensors
+from terrazzo.checkpoint.plan.ownership import digests_of_tensors
 from terrazzo.publish import Channel, Publisher, Receiver
 from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
 from terrazzo.testing import late

@@ -1,12 +1,14 @@
-"""Dtypes of tensors that are stored, and which conversions lose nothing."""
+"""PyTorch's dtypes: their stored names, which conversions lose nothing, and elements as Python's numbers."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
 from terrazzo.checkpoint.native.dtype_names import STORED
+from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.errors import CheckpointFormatError, UnsupportedValueError
 
 _BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STORED if hasattr(torch, name)}
@@ -100,3 +102,26 @@ def _float_fits(source: torch.dtype, target: torch.dtype) -> bool:
         and smallest_subnormal >= large.smallest_normal * large.eps
         and (source.itemsize > 1 or target.itemsize > 1)  # the 8-bit kinds differ in what stands for inf and nan
     )
+
+
+def listed(tensor: torch.Tensor) -> list[Any]:
+    """The elements of a tensor, as `numbers_of` has them.
+
+    >>> listed(torch.tensor([[1, 2]])), listed(torch.zeros(1, dtype=torch.complex64))
+    ([1.0, 2.0], ['0j'])
+    """
+    if tensor.dtype in OPAQUE:
+        return list(STORED[dtype_name(tensor.dtype)].as_text(bytes(bytes_of(tensor.contiguous()))))
+    values = tensor.reshape(-1)
+    if values.is_complex():
+        return [str(value) for value in values.to(torch.complex128).tolist()]
+    found: list[Any] = values.double().tolist()
+    return found
+
+
+def from_bytes(dtype: str, data: bytes) -> list[Any]:
+    """Like `listed`, for the bytes of elements of a dtype."""
+    kind = dtype_from_name(dtype)
+    values = torch.empty(len(data) // kind.itemsize, dtype=kind, device="cpu")
+    bytes_of(values)[:] = data
+    return listed(values)

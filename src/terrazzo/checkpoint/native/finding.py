@@ -2,12 +2,14 @@
 
 The root says which part has a chunk of a tensor's grid. The index of that part has it as one row, or, where data
 files are kept small, as several, each with a box of its own.
+
+Also: the error if a data file is gone, and memory for no more bytes than files have.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -15,13 +17,12 @@ import numpy as np
 
 from terrazzo.checkpoint.native.chunks import Overlap, complete_parts, overlapping
 from terrazzo.checkpoint.native.dtype_names import itemsize_of
-from terrazzo.checkpoint.native.files import check_room, gone, room_for
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.index import RAW, Rows, decode_index, name_hash
 from terrazzo.checkpoint.native.root import TENSOR, Root, StoredTensor
 from terrazzo.checkpoint.native.spans import StoredChunk, Wanted
 from terrazzo.checkpoint.stores.base import Request, Store
-from terrazzo.errors import CheckpointCorruptError, CheckpointError
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
 Array = np.ndarray[Any, Any]
@@ -44,7 +45,7 @@ class PartIndexes:
     """Finds stored chunks, by the indexes of the parts that have them, each read once."""
 
     def __init__(self, root: Root, store: Store) -> None:
-        self._root = root
+        self.root = root
         self._store = store
         self._rows: dict[int, Rows] = {}
         self.bytes_read = 0
@@ -55,7 +56,7 @@ class PartIndexes:
         `asked` has, for each target, the name of the stored tensor and the parts of its chunks.
         """
         by_part: dict[int, list[_Sought]] = defaultdict(list)
-        tensors = self._root.tensors
+        tensors = self.root.tensors
         known: dict[tuple[int, int], list[_Sought]] = {}  # by owners and number of the chunk
         for number, (name, parts) in enumerate(asked):
             tensor = tensors.get(name)
@@ -78,7 +79,7 @@ class PartIndexes:
 
         There a value is a tensor of bytes with one dim, which may be cut into chunks as any other.
         """
-        root = self._root
+        root = self.root
         kind = root.names.get(name)
         if kind is None:
             raise CheckpointError(f"the checkpoint has no value {name!r}")
@@ -98,7 +99,7 @@ class PartIndexes:
         """A part's index: all rows, the numbers of those whose tensors the root has, and where it has these."""
         self._load([part])
         rows = self._rows[part]
-        tensors = self._root.numbers_of(rows.hashes)
+        tensors = self.root.numbers_of(rows.hashes)
         numbers = np.nonzero(tensors >= 0)[0]
         return rows, numbers, tensors[numbers]
 
@@ -106,9 +107,9 @@ class PartIndexes:
         """The elements of the chunks in some rows of a part's index, each of a tensor; raises unless they are as the
         root says.
         """
-        files = self._root.head.parts[part].files
+        files = self.root.head.parts[part].files
         if len(numbers) and int(rows.files[numbers].max()) >= len(files):
-            raise CheckpointCorruptError(f"{self._root.source}: an index names a data file that is not listed")
+            raise CheckpointCorruptError(f"{self.root.source}: an index names a data file that is not listed")
         dtypes = [tensor.dtype for tensor in tensors]
         sizes = {dtype: itemsize_of(dtype) for dtype in set(dtypes)}
         widths = np.array([sizes[dtype] for dtype in dtypes], dtype=np.int64)
@@ -124,7 +125,7 @@ class PartIndexes:
         wrong |= (rows.codecs[numbers] != RAW) & (rows.blocks[numbers] > _LARGEST_FRAME)
         if wrong.any():
             name = tensors[np.nonzero(wrong)[0][0]].name
-            raise CheckpointCorruptError(f"{self._root.source}: the index has a size for {name!r} that it cannot have")
+            raise CheckpointCorruptError(f"{self.root.source}: the index has a size for {name!r} that it cannot have")
         return elements
 
     def by_box(self, boxes: Iterable[tuple[str, Box]]) -> dict[tuple[str, Box], StoredChunk]:
@@ -134,18 +135,18 @@ class PartIndexes:
         """
         parts: set[int] = set()
         for name, box in boxes:
-            tensor = self._root.tensors.get(name)
+            tensor = self.root.tensors.get(name)
             if tensor is None or len(tensor.shape) != box.ndim or box.is_empty:
                 continue
             if Box.whole(tensor.shape).contains(box):
-                found = overlapping(self._root.chunks(tensor), box)
+                found = overlapping(self.root.chunks(tensor), box)
                 if len(found) == 1:  # a box that reaches into several chunks of the root is none of a part
                     parts.add(self._part_of(tensor, found[0].number))
         self._load(parts)
         known = {}
         for part in parts:
             rows, numbers, places = self.rows_of(part)
-            chunks = self._chunks(part, rows, numbers, [self._root.head.tensors[place] for place in places.tolist()])
+            chunks = self._chunks(part, rows, numbers, [self.root.head.tensors[place] for place in places.tolist()])
             firsts = rows.first_box[numbers].tolist()
             for chunk, first in zip(chunks, firsts, strict=True):
                 offsets = tuple(rows.boxes[first : first + len(chunk.shape)].tolist())
@@ -154,8 +155,8 @@ class PartIndexes:
 
     def digests(self) -> dict[str, bytes]:
         """A digest of each value: of a tensor's dtype, shape, boxes of chunks and checksums of their bytes."""
-        tensors = self._root.head.tensors
-        parts = range(len(self._root.head.parts))
+        tensors = self.root.head.tensors
+        parts = range(len(self.root.head.parts))
         self._load(parts)
         described: dict[tuple[int, str, tuple[int, ...]], int] = {}
         numbers_of_tensors = []
@@ -173,33 +174,33 @@ class PartIndexes:
             seen[places] = True
         standing = found.view("V16").reshape(-1).tolist()
         known = {tensor.name: digest for tensor, digest, there in zip(tensors, standing, seen, strict=True) if there}
-        objects = self._root.head.objects  # their digest is longer than that of a tensor
+        objects = self.root.head.objects  # their digest is longer than that of a tensor
         return known | {value.name: b"in the root, as %d: %b" % (value.kind, value.data) for value in objects}
 
     def _part_of(self, tensor: StoredTensor, number: int) -> int:
         """The part that has a chunk of a tensor."""
-        owners = self._root.owner_tables[tensor.owners]
+        owners = self.root.owner_tables[tensor.owners]
         if number >= len(owners):
-            raise CheckpointCorruptError(f"{self._root.source}: no part has chunk {number} of {tensor.name!r}")
+            raise CheckpointCorruptError(f"{self.root.source}: no part has chunk {number} of {tensor.name!r}")
         return int(owners[number])
 
     def _load(self, parts: Iterable[int]) -> None:
         in_files = []
         for part in parts:
-            entry = self._root.head.parts[part]
+            entry = self.root.head.parts[part]
             if part in self._rows:
                 continue
             if entry.index_file:
                 in_files.append((entry.index_file, entry.index_size, part))
             else:
-                self._rows[part] = decode_index(entry.index, self._root.source) if entry.index else _no_rows()
-        source = self._root.source
+                self._rows[part] = decode_index(entry.index, self.root.source) if entry.index else _no_rows()
+        source = self.root.source
         requests = (Request(key, 0, [room_for(self._store, key, size)], part) for key, size, part in sorted(in_files))
         try:
             for request in self._store.read(requests):
                 part, buffer = request.owner, request.buffers[0]
                 self.bytes_read += len(buffer)
-                if checksum(buffer) != self._root.head.parts[part].index_sum:
+                if checksum(buffer) != self.root.head.parts[part].index_sum:
                     raise CheckpointCorruptError(f"{source}: the index in {request.key} is damaged")
                 self._rows[part] = decode_index(buffer, f"{source}/{request.key}")
         except FileNotFoundError as error:
@@ -219,7 +220,7 @@ class PartIndexes:
             numbers = np.nonzero(single & (ndims == ndim))[0]
             chosen = left[numbers]
             if (rows.ndims[chosen] != ndim).any():
-                raise CheckpointCorruptError(f"{self._root.source}: the index of part {part} is of other tensors")
+                raise CheckpointCorruptError(f"{self.root.source}: the index of part {part} is of other tensors")
             asked = [sought[number] for number in numbers.tolist()]
             boxes = np.array([[*overlap.chunk.offsets, *overlap.chunk.lengths] for _, _, overlap in asked], np.int64)
             same = (rows.boxes_of(chosen, ndim).reshape(len(asked), -1) == boxes).all(axis=1)
@@ -258,7 +259,7 @@ class PartIndexes:
             found.append(Wanted(chunk, inner.offsets, inner.lengths, None, own, target, overlap))
         if missing:
             raise CheckpointCorruptError(
-                f"{self._root.source}: {missing} elements of {tensor.name!r} are not where the manifest says"
+                f"{self.root.source}: {missing} elements of {tensor.name!r} are not where the manifest says"
             )
         return found
 
@@ -272,7 +273,7 @@ class PartIndexes:
     ) -> list[StoredChunk]:
         """The chunks in these rows of a part's index, each of a tensor; their shapes may be known already."""
         self.sizes_of(part, rows, numbers, tensors)
-        files, sums, frames = self._root.head.parts[part].files, rows.sums, rows.frames
+        files, sums, frames = self.root.head.parts[part].files, rows.sums, rows.frames
         return [
             StoredChunk(
                 tensor.name,
@@ -315,3 +316,32 @@ def in_file_order(wanted: list[Wanted]) -> list[Wanted]:
 def _no_rows() -> Rows:
     none, numbers = np.empty(0, np.uint64), np.empty(0, np.uint32)
     return Rows(none, none, none, numbers, numbers, numbers, numbers, none, none, numbers)
+
+
+_LARGE: Final = 16 << 20  # bytes: for fewer, asking for the sizes of files is not worth it
+
+
+def gone(location: str, error: FileNotFoundError) -> CheckpointNotFoundError:
+    """The error for a file that the manifest of the checkpoint at `location` names, and that is not there."""
+    return CheckpointNotFoundError(
+        f"a data file of {location} is gone, though the checkpoint's manifest names it ({error}); was the "
+        f"checkpoint replaced or removed while it was read?"
+    )
+
+
+def room_for(store: Store, key: str, nbytes: int) -> memoryview:
+    """A buffer for bytes of a file, which a manifest or an index says to have so many."""
+    check_room(store, [key], nbytes, key)
+    return memoryview(bytearray(nbytes))
+
+
+def check_room(store: Store, keys: Collection[str], nbytes: int, what: str) -> None:
+    """Raise if files together have fewer bytes than `what` is said to have."""
+    if nbytes <= _LARGE:
+        return
+    try:
+        there = sum([store.stat(key).size for key in keys])
+    except FileNotFoundError as error:
+        raise gone(store.location, error) from error
+    if there < nbytes:
+        raise CheckpointCorruptError(f"{store.location}: {what} cannot have {nbytes} bytes: its files have {there}")

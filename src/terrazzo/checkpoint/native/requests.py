@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from terrazzo.checkpoint.native.codec import decode_frame
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes, dtype_from_name
-from terrazzo.checkpoint.native.files import gone, room_for
+from terrazzo.checkpoint.native.finding import gone, room_for
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import FileEntry

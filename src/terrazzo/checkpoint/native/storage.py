@@ -6,22 +6,26 @@ import io
 import logging
 import os
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
+import torch
 from torch.futures import Future
 
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native import marker, objects
 from terrazzo.checkpoint.native.commit import Commit, committed_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import metadata_of
+from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
+from terrazzo.checkpoint.native.memory import bytes_of, empty
 from terrazzo.checkpoint.native.parts import PartResults
-from terrazzo.checkpoint.native.reader import Reading
+from terrazzo.checkpoint.native.requests import Filling, Requests
 from terrazzo.checkpoint.native.root import TYPED, Root
 from terrazzo.checkpoint.native.rows import Row, Target
+from terrazzo.checkpoint.native.spans import Wanted
 from terrazzo.checkpoint.native.writer import (
     FilesOfRank,
     WriteOptions,
@@ -211,12 +215,13 @@ class NativeReader(TargetReader):
         self.verify = verify
         self._manifest: Root | None = None
         self.load_id = uuid.uuid4().hex[:12]  # of the load that is under way
-        self._reading: Reading | None = None  # kept from one read to the next: which files have been checked
+        # Kept from one read to the next: indexes, and which files have been checked.
+        self._opened: tuple[PartIndexes, Requests] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(checkpoint_id)
         self._manifest = None
-        self._reading = None
+        self._opened = None
         self.load_id = uuid.uuid4().hex[:12]
         self._check_id(checkpoint_id)
 
@@ -250,35 +255,59 @@ class NativeReader(TargetReader):
         if isinstance(metadata.storage_data, Root):
             self._manifest = metadata.storage_data
 
+    @torch.no_grad()
     def fill(self, targets: Sequence[Target]) -> None:
-        with self._counted() as reading:
-            reading.fill(targets)
+        index, requests = self._open()
+        found = index.find([(target.source, target.parts) for target in targets])
+        pieces = Counter((each.target, id(each.overlap)) for each in found if each.part is not None)
+        in_pieces: dict[tuple[int, int], Filling] = {}
+
+        def wanted() -> Iterator[Wanted]:
+            for each in found:
+                number, overlap = each.target, each.overlap
+                assert overlap is not None
+                filling = in_pieces.get((number, id(overlap))) if in_pieces else None
+                if filling is None:
+                    filling = Filling(targets[number].part(overlap))
+                    if each.part is not None:
+                        filling.left = pieces[number, id(overlap)]
+                        in_pieces[number, id(overlap)] = filling
+                each.filling = filling
+                yield each
+
+        try:
+            requests.read(wanted())
+        finally:
+            requests.release()
+            self.bytes_read = index.bytes_read + requests.bytes_read
 
     def values(self, names: Sequence[str], allow_pickle: bool) -> Iterator[io.BytesIO]:
-        with self._counted() as reading:
-            for name in names:
-                kind, payload = reading.read_object(name)
-                yield objects.received(name, kind == TYPED, payload, allow_pickle)
+        for name in names:
+            kind, payload = self._object(name)
+            yield objects.received(name, kind == TYPED, payload, allow_pickle)
 
-    @contextmanager
-    def _counted(self) -> Iterator[Reading]:
-        """The reading; what it reads meanwhile is counted."""
-        reading = self._open()
-        before = reading.bytes_read
-        yield reading
-        self.bytes_read += reading.bytes_read - before
+    def _object(self, name: str) -> tuple[int, bytes]:
+        """The kind and the bytes of a value that is not a tensor."""
+        index, _ = self._open()
+        entry = index.root.objects.get(name)
+        if entry is not None:
+            return entry.kind, entry.data
+        value = index.value(name)
+        data = empty(name, value.box.lengths, torch.uint8)
+        self.fill([Target(name, name, data, value.box, value.parts)])
+        return value.kind, bytes(bytes_of(data))
 
-    def _open(self) -> Reading:
+    def _open(self) -> tuple[PartIndexes, Requests]:
         if self._manifest is None:
             self.read_metadata()
         assert self._manifest is not None
-        if self._reading is None or self._reading.manifest is not self._manifest:
-            self._reading = Reading(self.store, self._manifest, verify=self.verify)
-        return self._reading
+        if self._opened is None or self._opened[0].root is not self._manifest:
+            self._opened = PartIndexes(self._manifest, self.store), Requests(self.store, verify=self.verify)
+        return self._opened
 
     def digests(self) -> dict[str, bytes]:
         """A digest of each value: see `Checkpoint.digests`."""
-        return self._open().index.digests()
+        return self._open()[0].digests()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

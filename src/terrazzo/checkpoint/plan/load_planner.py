@@ -29,8 +29,7 @@ from terrazzo.checkpoint.native.dtypes import can_convert, is_lossless
 from terrazzo.checkpoint.native.memory import fault_of
 from terrazzo.checkpoint.native.objects import value_of
 from terrazzo.checkpoint.native.rows import ReadPlan, Target
-from terrazzo.checkpoint.plan.flatten import flatten_state_dict, set_element
-from terrazzo.checkpoint.plan.per_rank import PerRank, name_on_rank
+from terrazzo.checkpoint.plan.flatten import PerRank, flatten_state_dict, name_on_rank, set_element
 from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded, plain_chunk
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.torch_api.items import items_of, value_item

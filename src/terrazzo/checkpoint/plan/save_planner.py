@@ -31,11 +31,9 @@ from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.native.root import TENSOR, TYPED
 from terrazzo.checkpoint.native.rows import Form, Row, form_of, object_row
-from terrazzo.checkpoint.plan.digest import digests_of_tensors
-from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store
+from terrazzo.checkpoint.plan.flatten import PerRank, flatten_state_dict, matches_any, name_on_rank, paths_to_store
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache, deduplicated, merged_metadata
-from terrazzo.checkpoint.plan.ownership import Claim, Held, Negotiation
-from terrazzo.checkpoint.plan.per_rank import PerRank, matches_any, name_on_rank
+from terrazzo.checkpoint.plan.ownership import Claim, Held, Negotiation, digests_of_tensors
 from terrazzo.checkpoint.plan.sharded import (
     OWN_MEMORY,
     Holders,

@@ -5,23 +5,24 @@ is `to_local()` if there is one chunk, and `__get_tensor_shard__(index)` if ther
 `device_mesh` and `placements`, these say which other ranks hold the same chunk, so that one of them can write it
 without communication; if not, the ranks exchange what they hold (`ownership`).
 
-The library's own classes that consist of chunks have a method `own_chunks`, which returns boxes and elements together.
+The library's own classes that consist of chunks (`ChunkedTensor`) have a method `own_chunks`, which returns boxes and
+elements together. PyTorch's `ShardedTensor` has no `__create_chunk_list__`; its shards are looked at.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 
-from terrazzo.checkpoint.metadata import MetadataIndex
+from terrazzo.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.memory import OWN_MEMORY, fault_of, in_memory
-from terrazzo.checkpoint.plan import interop
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 
@@ -65,7 +66,7 @@ def is_sharded(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_sharded_type(kind: type[Any]) -> bool:
-    return hasattr(kind, "__create_chunk_list__") or interop.is_sharded_tensor_type(kind)
+    return hasattr(kind, "__create_chunk_list__") or _is_sharded_tensor(kind)
 
 
 class Viewer:
@@ -84,8 +85,8 @@ class Viewer:
             size, box, local, holders = only
             return ShardView(size, value.dtype, ((box, local),), holders)
         kind = type(value)
-        if interop.is_sharded_tensor_type(kind):
-            return self._view_shards(name, value, interop.local_shards(value), None)
+        if _is_sharded_tensor(kind):
+            return self._view_shards(name, value, _local_shards(value), None)
         own = getattr(value, "own_chunks", None)
         if own is not None:
             return self._view_shards(name, value, own(), value.holders)
@@ -102,7 +103,7 @@ class Viewer:
         this rank has no chunk or several, or the tensor is on no mesh: then `view` has them."""
         kind = type(value)
         if kind not in self._others:
-            if interop.is_sharded_tensor_type(kind):
+            if _is_sharded_tensor(kind):
                 return None
             self._others.add(kind)
         mesh = getattr(value, "device_mesh", None)
@@ -238,3 +239,60 @@ def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     function remains for planners that call it.
     """
     return dict(state_dict)
+
+
+_MODULE = "torch.distributed._shard.sharded_tensor"
+
+
+def _is_sharded_tensor(kind: type) -> bool:
+    """Whether this is `ShardedTensor`, without importing its module: before an import there are no instances."""
+    module = sys.modules.get(_MODULE)
+    return module is not None and issubclass(kind, module.ShardedTensor)
+
+
+def _local_shards(value: Any) -> list[tuple[Box, Any]]:
+    """This rank's shards: their boxes and data."""
+    return [
+        (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor)
+        for shard in value.local_shards()
+    ]
+
+
+class ChunkedTensor:
+    """This rank's boxes of a tensor, and tensors with their elements.
+
+    Other parts of the library save and load boxes of tensors by it.
+    """
+
+    def __init__(
+        self,
+        size: torch.Size,
+        dtype: torch.dtype,
+        chunks: Mapping[tuple[int, ...], tuple[Box, torch.Tensor]],
+        holders: Holders | None,
+    ) -> None:
+        self._size = size
+        self.dtype = dtype
+        self._chunks = chunks
+        self.holders = holders
+
+    def size(self) -> torch.Size:
+        """The shape of the whole tensor."""
+        return self._size
+
+    def to_local(self) -> torch.Tensor:
+        """The data of the only chunk."""
+        ((_, data),) = self._chunks.values()
+        return data
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box, _ in self._chunks.values()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._chunks[tuple(index.offset or ())][1]
+
+    def own_chunks(self) -> Sequence[tuple[Box, torch.Tensor]]:
+        """This rank's boxes, and their elements."""
+        return list(self._chunks.values())

@@ -22,9 +22,8 @@ from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.rows import ReadPlan
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner
 from terrazzo.checkpoint.run import messages
-from terrazzo.checkpoint.run.coordination import StepFailed, Team
+from terrazzo.checkpoint.run.coordination import StepFailed, Team, exception_of, failure_of
 from terrazzo.checkpoint.run.events import operation
-from terrazzo.checkpoint.run.failures import exception_of, failure_of
 from terrazzo.checkpoint.run.once_per_node import Node, Passed, node_name
 from terrazzo.checkpoint.run.sides import LoadPlannerSide, ReaderSide, check_planner, load_side_of, side_of_reader
 from terrazzo.checkpoint.storage import StorageReader

@@ -21,8 +21,7 @@ import torch.multiprocessing as mp
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.native import marker
-from terrazzo.checkpoint.run.coordination import Team, with_plane
-from terrazzo.checkpoint.run.failures import Failure
+from terrazzo.checkpoint.run.coordination import Failure, Team, with_plane
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.checkpoint.run.staging import HostMemory, Skeleton, carve, layout_of, put_together, take_apart
 from terrazzo.checkpoint.stores import Store

@@ -25,7 +25,7 @@ from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, 
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
 from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import encode
-from terrazzo.checkpoint.plan.per_rank import PerRank
+from terrazzo.checkpoint.plan.flatten import PerRank
 from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, Viewer, check_storable, is_sharded
 from terrazzo.checkpoint.run.device_copies import Accelerator, ThisAccelerator, copy_from_devices
 from terrazzo.errors import CheckpointError, UnsupportedValueError

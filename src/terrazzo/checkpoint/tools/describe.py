@@ -8,9 +8,9 @@ from typing import Any
 
 from terrazzo.checkpoint.listing import Entry, Listing, corner
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
+from terrazzo.checkpoint.native.dtypes import listed
 from terrazzo.checkpoint.native.listing import about_save
 from terrazzo.checkpoint.native.root import Root
-from terrazzo.checkpoint.native.torch_numbers import listed
 from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor
 from terrazzo.layout.box import Box
 

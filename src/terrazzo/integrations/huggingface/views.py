@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.plan.chunked import ChunkedTensor
-from terrazzo.checkpoint.plan.sharded import Holders, ShardView, Viewer, local_chunks
+from terrazzo.checkpoint.plan.sharded import ChunkedTensor, Holders, ShardView, Viewer, local_chunks
 from terrazzo.integrations.huggingface.rename import Link, file_shape
 from terrazzo.layout.box import Box
 
