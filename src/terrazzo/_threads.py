@@ -56,6 +56,10 @@ def results_of(calls: Sequence[Callable[[], T]], threads: int, name: str) -> lis
     [1, 2, 3]
     """
     results: dict[int, T] = {}
+    if min(threads, len(calls)) < 2:
+        for number, call in enumerate(calls):
+            results[number] = call()
+        return [*results.values()]
     errors: list[BaseException] = []
     left = iter(enumerate(calls))
     lock = threading.Lock()

@@ -374,8 +374,8 @@ MUTATIONS = (
     Mutation(
         f"{_SAVE}.native.pump:Pump._through_buffers",
         saving.check_saving_through_buffers,
-        "target = buffers[i % 2]",
-        "target = buffers[0]",
+        "buffer = buffers[i % 2]",
+        "buffer = buffers[0]",
     ),
     Mutation(
         f"{_SAVE}.native.pump:Pump._through_buffers",

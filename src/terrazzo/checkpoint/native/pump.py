@@ -7,7 +7,7 @@ small buffers (pinned for an accelerator), of which one is filled while the othe
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,7 @@ from terrazzo.checkpoint.native.dtypes import as_bytes
 from terrazzo.checkpoint.native.format import BLOCK, checksum
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import TENSOR
-from terrazzo.checkpoint.native.rows import Form, Row
+from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.stores.base import Upload
 from terrazzo.errors import CheckpointError
 
@@ -47,7 +47,6 @@ class Pump:
         self._checksum = _checksum_beside if beside else checksum
         self._written = start
         self._waiting: list[tuple[memoryview, int]] = []  # and how many bytes of each have one checksum
-        self._waiting_bytes = 0
         self._kept: list[object] = []  # what owns the waiting memory
         self._buffer_bytes = max(buffer_bytes // BLOCK, 1) * BLOCK
         self.starts: list[int] = []
@@ -57,55 +56,24 @@ class Pump:
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write the data of the rows, one after the other."""
-        start = self._written + self._waiting_bytes
+        end, waiting = self._written, 0
         for row in rows:
-            self.starts.append(start)
-            data = row.data()
-            if row.kind == TENSOR:
-                self._add_tensor(row, data)
-            else:
-                self._add(memoryview(data), data, row.form)
-            end = self._written + self._waiting_bytes
-            self.stored.append(end - start)
-            start = end
-        self.flush()
+            self.starts.append(end)
+            limit = min(self._piece, _FRAMES) if row.form.codec else self._piece
+            for data, owner, block in self._pieces(row):
+                if owner is None:
+                    self._flush(self._file.give)
+                self._waiting.append((data, block))
+                self._kept.append(owner)
+                end, waiting = end + len(data), waiting + len(data)
+                if owner is None or waiting >= limit or len(self._waiting) >= _MAX_BUFFERS:
+                    self._flush(self._file.write if owner is None else self._file.give)
+                    waiting = 0
+            self.stored.append(end - self.starts[-1])
+        self._flush(self._file.give)
 
-    def _add_tensor(self, row: Row, tensor: Any) -> None:
-        form = row.form
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != form.dtype or tensor.shape != form.box.lengths:
-            raise _broken_promise(row, tensor)
-        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            self._add(bytes_of(tensor), tensor, form)
-        else:
-            self._add_through_buffers(as_bytes(tensor), form)
-
-    def _add(self, data: memoryview, owner: object, form: Form) -> None:
-        nbytes, block = len(data), form.block
-        if form.codec:
-            for start in range(0, nbytes, block):
-                self._add_frame(data[start : start + block], form)
-        elif 0 < nbytes <= self._piece:
-            self._queue(data, owner, block)
-        else:
-            for start in range(0, nbytes, self._piece):
-                self._queue(data[start : start + self._piece], owner, block)
-
-    def _add_frame(self, data: memoryview, form: Form) -> None:
-        frame = encode_frame(data, form.dtype.itemsize)
-        self.frames.append(len(frame))
-        self._queue(memoryview(frame), frame, len(frame))
-        if self._waiting_bytes >= _FRAMES:
-            self.flush()
-
-    def _queue(self, data: memoryview, owner: object, block: int) -> None:
-        self._waiting.append((data, block))
-        self._kept.append(owner)
-        self._waiting_bytes += len(data)
-        if self._waiting_bytes >= self._piece or len(self._waiting) >= _MAX_BUFFERS:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the pieces that wait in the buffer.
+    def _flush(self, put: Callable[[int, Sequence[memoryview]], None]) -> None:
+        """Write the pieces that wait.
 
         Their checksums are all computed now, not while the pieces are gathered: many of PyTorch's functions release the
         interpreter's lock, too, and often have to wait for it if the main thread wants it.
@@ -117,50 +85,63 @@ class Pump:
                 else:
                     for start in range(0, len(data), block):
                         self.sums.append(self._checksum(data[start : start + block]))
-            self._file.give(self._written, [data for data, _ in self._waiting])
-            self._written += self._waiting_bytes
-            self._waiting, self._kept, self._waiting_bytes = [], [], 0
+            put(self._written, [data for data, _ in self._waiting])
+            self._written += sum([len(data) for data, _ in self._waiting])
+            self._waiting, self._kept = [], []
 
-    def _add_through_buffers(self, tensor: torch.Tensor, form: Form) -> None:
-        if form.codec:
-            frame = bytearray()
-            for piece in self._through_buffers(tensor):
-                frame += piece
-                while len(frame) >= form.block:
-                    self._add_frame(memoryview(bytes(frame[: form.block])), form)
-                    del frame[: form.block]
-            if frame:
-                self._add_frame(memoryview(bytes(frame)), form)
-            return
-        sums = BlockSums(form.block)
-        self.flush()
-        for piece in self._through_buffers(tensor):
-            sums.update(piece)
-            self._file.write(self._written, [piece])  # the buffer will be used again
-            self._written += len(piece)
-        self.sums += sums.finish()
+    def _pieces(self, row: Row) -> Iterator[tuple[memoryview, object, int]]:
+        """The bytes of a row: pieces of memory, what owns it (None: it will be used again), and a block's length."""
+        form, data = row.form, row.data()
+        owner: object = data
+        pieces: Iterable[Any] = [data]
+        if row.kind == TENSOR:
+            if not isinstance(data, torch.Tensor) or data.dtype != form.dtype or data.shape != form.box.lengths:
+                raise _broken_promise(row, data)
+            if data.is_cpu and data.is_contiguous() and not data.is_conj() and not data.is_neg():
+                pieces = [bytes_of(data)]
+            else:
+                owner, pieces = None, self._through_buffers(as_bytes(data), form.block)
+        for piece in pieces:
+            piece = memoryview(piece)
+            if form.codec:
+                for start in range(0, len(piece), form.block):
+                    frame = encode_frame(piece[start : start + form.block], form.dtype.itemsize)
+                    self.frames.append(len(frame))
+                    yield memoryview(frame), frame, len(frame)
+            elif owner is None:
+                if piece:  # it may be less than a block, which comes with the next one
+                    yield piece, None, form.block
+            else:
+                for start in range(0, len(piece), self._piece):
+                    yield piece[start : start + self._piece], owner, form.block
 
-    def _through_buffers(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """The tensor's elements in row-major order as pieces of host memory, each good until two pieces later."""
-        limit = self._buffer_bytes // tensor.dtype.itemsize
-        windows = _flat_windows(tensor, limit)
+    def _through_buffers(self, tensor: torch.Tensor, block: int) -> Iterator[memoryview]:
+        """The tensor's elements in row-major order as pieces of host memory, each good until two pieces later.
+
+        All but the last have whole blocks: the bytes that are left of a piece come at the beginning of the next one.
+        """
+        windows = _flat_windows(tensor, self._buffer_bytes // tensor.dtype.itemsize)
         on_device = tensor.device.type != "cpu"
-        size = min(max(window.numel() for window in windows), limit)
+        size = block + max(window.nbytes for window in windows)
         buffers = [
-            torch.empty(size, dtype=tensor.dtype, pin_memory=on_device, device="cpu")
+            torch.empty(size, dtype=torch.uint8, pin_memory=on_device, device="cpu")
             for _ in range(min(2, len(windows)))
         ]
-        ahead: tuple[torch.Tensor, torch.Event | None] | None = None
+        left = b""
+        ahead: tuple[torch.Tensor, int, torch.Event | None] | None = None
         for i, window in enumerate(windows):
-            target = buffers[i % 2][: window.numel()]
+            buffer = buffers[i % 2]
+            target = buffer[block : block + window.nbytes].view(tensor.dtype)
             target.view(window.shape).copy_(window, non_blocking=on_device)
             # Not `torch.Event(device).record()`: that is recorded on the current device, whatever the tensor's is.
             event = torch.accelerator.current_stream(tensor.device).record_event() if on_device else None
             if ahead is not None:
-                yield _arrived(*ahead)
-            ahead = (target, event)
+                piece = _arrived(*ahead, block, left)
+                left = bytes(piece[len(piece) // block * block :])
+                yield piece[: len(piece) - len(left)]
+            ahead = (buffer, window.nbytes, event)
         if ahead is not None:
-            yield _arrived(*ahead)
+            yield _arrived(*ahead, block, left)
 
 
 def _checksum_beside(data: memoryview) -> int:
@@ -173,41 +154,13 @@ def _checksum_beside(data: memoryview) -> int:
     return state.intdigest()
 
 
-class BlockSums:
-    """The checksums of a chunk's blocks, from pieces of any size."""
-
-    def __init__(self, block: int = BLOCK) -> None:
-        self._block = block
-        self._sums: list[int] = []
-        self._state = xxhash.xxh3_64()
-        self._filled = 0
-
-    def update(self, data: memoryview) -> None:
-        """The chunk's next bytes."""
-        while data:
-            part = data[: self._block - self._filled]
-            self._state.update(part)
-            self._filled += len(part)
-            data = data[len(part) :]
-            if self._filled == self._block:
-                self._next()
-
-    def finish(self) -> list[int]:
-        """The checksums, when all bytes have been seen."""
-        if self._filled:
-            self._next()
-        return self._sums
-
-    def _next(self) -> None:
-        self._sums.append(self._state.intdigest())
-        self._state.reset()
-        self._filled = 0
-
-
-def _arrived(buffer: torch.Tensor, event: torch.Event | None) -> memoryview:
+def _arrived(buffer: torch.Tensor, nbytes: int, event: torch.Event | None, block: int, left: bytes) -> memoryview:
+    """The bytes that have been copied into a buffer behind the room of a block, after those that were left before."""
     if event is not None:
         event.synchronize()
-    return bytes_of(buffer)
+    memory, start = bytes_of(buffer), block - len(left)
+    memory[start:block] = left
+    return memory[start : block + nbytes]
 
 
 def _flat_windows(tensor: torch.Tensor, limit: int) -> list[torch.Tensor]:

@@ -109,12 +109,8 @@ class NativeWriter(StorageWriter):
         if not isinstance(plan.storage_data, FilesOfRank):
             raise CheckpointError("the plan has not passed through this writer's prepare_global_plan")
         future: Future[Any] = Future()
-        future.set_result(self._write(rows_of(plan, planner), plan.storage_data))
+        future.set_result(self.write(rows_of(plan, planner), plan.storage_data.save_id, plan.storage_data.rank))
         return future
-
-    def _write(self, rows: Sequence[Row], files: FilesOfRank) -> PartResults:
-        self._files = files
-        return PartResults(write_part(self.store, rows, files, self.options, self.base))
 
     def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
         parts = []
@@ -157,7 +153,8 @@ class NativeWriter(StorageWriter):
 
     def write(self, rows: Sequence[Row], save_id: str, rank: int) -> Sequence[WriteResult]:
         """Write a rank's rows."""
-        return self._write(rows, FilesOfRank(save_id, rank))
+        self._files = FilesOfRank(save_id, rank)
+        return PartResults(write_part(self.store, rows, self._files, self.options, self.base))
 
     def build_on(self, base: Store) -> None:
         """Chunks that the checkpoint there has already need not be written again."""

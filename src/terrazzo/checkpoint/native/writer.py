@@ -269,8 +269,11 @@ def _write_file(
         threads = 1 if options.compression or not store.caps.in_place else options.threads
         segments = _segments(layout, threads)
         pumps = [Pump(upload, layout.starts[segment.start], options.buffer_bytes) for segment in segments]
-        writes = [partial(pump.write, layout.rows[segment]) for pump, segment in zip(pumps, segments, strict=True)]
-        results_of(writes, len(pumps), "terrazzo-write")
+        if len(pumps) == 1:
+            pumps[0].write(layout.rows)
+        else:
+            writes = [partial(pump.write, layout.rows[part]) for pump, part in zip(pumps, segments, strict=True)]
+            results_of(writes, len(pumps), "terrazzo-write")
         starts = [start for pump in pumps for start in pump.starts]
         stored = [nbytes for pump in pumps for nbytes in pump.stored]
         end = starts[-1] + stored[-1]

@@ -73,13 +73,16 @@ class SaveSession:
     _writer: StorageWriter | None = None
     _side: WriterSide | None = None
     _planner_side: SavePlannerSide | None = None
+    _metadata: Metadata | None = None  # on the coordinator, when the checkpoint is committed
 
     def run(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> Metadata:
         """Save the result of `state_dict()`; returns the checkpoint's metadata on every rank."""
         with operation("save", self.checkpoint_id, self.team.global_rank) as event:
             try:
                 with self.team.guarded():
-                    return self._run(state_dict, event)
+                    write, commit = self._planned(state_dict, event)
+                    outcome = self.team.reduce(write, commit, lambda: self.side.may_abandon())
+                    return self.side.describe_committed(outcome) if self._metadata is None else self._metadata
             except StepFailed as failed:
                 if failed.discard and self._side is not None:
                     self._discard(self._side)
@@ -112,7 +115,10 @@ class SaveSession:
             self._planner_side = save_side_of(self.planner)
         return self._planner_side
 
-    def _run(self, state_dict: Callable[[], STATE_DICT_TYPE], event: Event) -> Metadata:
+    def _planned(
+        self, state_dict: Callable[[], STATE_DICT_TYPE], event: Event
+    ) -> tuple[Callable[[], bytes], Callable[[list[bytes]], bytes]]:
+        """When all ranks have planned: what writes this rank's part, and what commits, on the coordinator."""
         could, start = self._agree_to_start(state_dict)
         central = None if start.alone else self._global_plan(could, start.cache_token)
         answer = b""
@@ -120,48 +126,37 @@ class SaveSession:
             assert could.held is not None
             numbers = could.held.negotiation.numbers
             answer = self.team.reduce_scatter(lambda: numbers(start.unsure), answers)
-        metadata: Metadata | None = None
 
         def write() -> bytes:
+            rows: list[Row] = []
+            paths: Any = None
             if central is not None:
-                write_it = self._items_written(central[0])
-                paths = None
+                plan: SavePlan | None = central[0]
             else:
                 assert could.held is not None
-                holders = could.held.negotiation.settled(start.unsure, answer)
-                write_it, paths = self._own_part(could.held.settled(holders), could, start.save_id)
+                rows = could.held.settled(could.held.negotiation.settled(start.unsure, answer))
+                plan, paths = could.plan, could.held.paths
+                if plan is not None:
+                    shared = replace(plan, items=self.planner_side.items_of(plan, rows))
+                    plan = self.side.place(shared, start.save_id, self.team.rank)
+                    paths = plan.planner_data
             with operation("write", self.checkpoint_id, self.team.global_rank) as written:
-                results = write_it()
+                if plan is None:
+                    results = self.side.write(rows, start.save_id, self.team.rank)
+                else:
+                    results = self.writer.write_data(self.planner.finish_plan(plan), self.planner).wait()
                 event.bytes = written.bytes = _bytes_of(results)
             return _with_paths(self.side.encode_results(results), paths)
 
         def commit(parts: list[bytes]) -> bytes:
-            nonlocal metadata
             results, planner_data = _all_results(parts, self.side)
-            if central is not None and central[1] is not None:
-                metadata = central[1]
-            else:
-                metadata = Metadata({}, planner_data=planner_data)
+            made = None if central is None else central[1]
+            self._metadata = Metadata({}, planner_data=planner_data) if made is None else made
             with operation("commit", self.checkpoint_id, self.team.rank):
-                self.writer.finish(metadata, results)
-            return self.side.committed(metadata)
+                self.writer.finish(self._metadata, results)
+            return self.side.committed(self._metadata)
 
-        outcome = self.team.reduce(write, commit, lambda: self.side.may_abandon())
-        return metadata if metadata is not None else self.side.describe_committed(outcome)
-
-    def _own_part(
-        self, rows: list[Row], could: _Could, save_id: str
-    ) -> tuple[Callable[[], Sequence[WriteResult]], Any]:
-        """A function that writes this rank's rows, and the paths of its names."""
-        rank = self.team.rank
-        if could.plan is None:
-            return lambda: self.side.write(rows, save_id, rank), could.held.paths if could.held is not None else None
-        shared = replace(could.plan, items=self.planner_side.items_of(could.plan, rows))
-        mine = self.side.place(shared, save_id, rank)
-        return self._items_written(mine), mine.planner_data
-
-    def _items_written(self, plan: SavePlan) -> Callable[[], Sequence[WriteResult]]:
-        return lambda: self.writer.write_data(self.planner.finish_plan(plan), self.planner).wait()
+        return write, commit
 
     def _items(self) -> SavePlan:
         """This rank's local plan as PyTorch's items."""
