@@ -178,4 +178,8 @@ def read_part(data: bytes, index: bytes, state: dict[str, Sharded]) -> int:
     planner.set_up_planner(dict(state), metadata_of(root), False)
     plan = planner.read_plan()
     assert plan is not None
-    return len(PartIndexes(root, IndexStore(index)).find([(target.source, target.parts) for target in plan.targets]))
+    return len(
+        PartIndexes(root, IndexStore(index)).find(
+            [(target.source, part) for target in plan.targets for part in target.parts]
+        )
+    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -26,7 +25,7 @@ from terrazzo.checkpoint.metadata import (
 )
 from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.dtypes import dtype_name
-from terrazzo.checkpoint.native.requests import Filling, Requests
+from terrazzo.checkpoint.native.requests import Requests
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.rows import Target
 from terrazzo.checkpoint.native.spans import StoredChunk, Wanted, strides_of
@@ -112,27 +111,23 @@ def read_rows(asked: Sequence[Asked], targets: Sequence[torch.Tensor]) -> FilesR
     located = _located([piece.row for piece in pieces], max(store.caps.depth for store in stores.values()))
     for piece in pieces:
         piece.chunk = located[id(piece.row)]
-    left = Counter(piece.number for piece in pieces)
-    fillings: dict[int, Filling] = {}
 
     def order(piece: _Piece) -> tuple[int, str, int, tuple[int, ...]]:
         assert piece.chunk is not None
         return id(piece.row.store), piece.chunk.file.name, piece.chunk.start, piece.box.offsets
 
-    def wanted(pieces: Iterable[_Piece]) -> Iterator[Wanted]:
+    def filling(pieces: Iterable[_Piece]) -> Iterator[Wanted]:
         for piece in pieces:
-            filling = fillings.get(piece.number)
-            if filling is None:
-                filling = fillings[piece.number] = Filling(targets[piece.number], left[piece.number])
             inside, whole = piece.box.relative_to(piece.row.box), asked[piece.number].box
             part = None if piece.box == whole else piece.box.relative_to(whole)
             assert piece.chunk is not None
-            yield Wanted(piece.chunk, inside.offsets, inside.lengths, filling, part)
+            wanted = Wanted(piece.chunk, inside.offsets, inside.lengths, piece.number, part)
+            yield wanted.of(targets[piece.number])
 
     read = FilesRead()
     for key, of_store in groupby(sorted(pieces, key=order), lambda piece: id(piece.row.store)):
         requests = Requests(stores[key], verify=False)
-        requests.read(wanted(of_store))
+        requests.read(filling(of_store))
         read.nbytes += requests.bytes_read
     for piece in pieces:
         assert piece.chunk is not None

@@ -29,7 +29,7 @@ Array = np.ndarray[Any, Any]
 _LARGEST_FRAME: Final = 16 << 20  # bytes that are compressed together: as much memory is needed to read one of them
 
 
-# A chunk of a tensor's grid that a target needs: the target's number, the tensor, and what of the chunk.
+# A part of a chunk of a tensor's grid that is asked for: its number, the tensor, and what of the chunk.
 _Sought = tuple[int, StoredTensor, Overlap]
 
 
@@ -50,24 +50,20 @@ class PartIndexes:
         self._rows: dict[int, Rows] = {}
         self.bytes_read = 0
 
-    def find(self, asked: Iterable[tuple[str, Sequence[Overlap]]]) -> list[Wanted]:
-        """Where parts of the chunks of tensors are stored, by file and by offset in the file.
-
-        `asked` has, for each target, the name of the stored tensor and the parts of its chunks.
-        """
+    def find(self, asked: Iterable[tuple[str, Overlap]]) -> list[Wanted]:
+        """Where parts of the chunks of tensors are stored, each with its number, by file and by offset in the file."""
         by_part: dict[int, list[_Sought]] = defaultdict(list)
         tensors = self.root.tensors
         known: dict[tuple[int, int], list[_Sought]] = {}  # by owners and number of the chunk
-        for number, (name, parts) in enumerate(asked):
+        for number, (name, overlap) in enumerate(asked):
             tensor = tensors.get(name)
             if tensor is None:
                 raise CheckpointError(f"the checkpoint holds no tensor {name!r}")
-            for overlap in parts:
-                key = (tensor.owners, overlap.number)
-                sought = known.get(key)
-                if sought is None:
-                    sought = known[key] = by_part[self._part_of(tensor, overlap.number)]
-                sought.append((number, tensor, overlap))
+            key = (tensor.owners, overlap.number)
+            sought = known.get(key)
+            if sought is None:
+                sought = known[key] = by_part[self._part_of(tensor, overlap.number)]
+            sought.append((number, tensor, overlap))
         self._load(by_part)
         found: list[Wanted] = []
         for part, sought in by_part.items():
@@ -230,7 +226,7 @@ class PartIndexes:
             shapes = [overlap.chunk.lengths for _, _, overlap in asked]
             chunks = self._chunks(part, rows, chosen, [tensor for _, tensor, _ in asked], shapes)
             found += [
-                Wanted(chunk, overlap.in_chunk, overlap.lengths, None, None, number, overlap)
+                Wanted(chunk, overlap.in_chunk, overlap.lengths, number)
                 for (number, _, overlap), chunk in zip(asked, chunks, strict=True)
             ]
         for number in rest:
@@ -239,7 +235,7 @@ class PartIndexes:
 
     def _pieces(self, part: int, sought: _Sought, left: int, right: int) -> list[Wanted]:
         """A chunk that is stored in pieces, as far as a target needs it."""
-        rows, (target, tensor, overlap) = self._rows[part], sought
+        rows, (number, tensor, overlap) = self._rows[part], sought
         wanted = Box(overlap.in_chunk, overlap.lengths).shifted(overlap.chunk.offsets)
         numbers = np.arange(left, right)
         numbers = numbers[rows.ndims[left:right] == len(tensor.shape)]
@@ -256,7 +252,7 @@ class PartIndexes:
             missing -= common.numel
             inner = common.relative_to(box)
             own = common.relative_to(wanted)
-            found.append(Wanted(chunk, inner.offsets, inner.lengths, None, own, target, overlap))
+            found.append(Wanted(chunk, inner.offsets, inner.lengths, number, own))
         if missing:
             raise CheckpointCorruptError(
                 f"{self.root.source}: {missing} elements of {tensor.name!r} are not where the manifest says"

@@ -1,12 +1,17 @@
-"""Constants of the native format: see docs/format.md."""
+"""Constants of the native format, names of its files, and its codec: see docs/format.md."""
 
 from __future__ import annotations
 
 import re
+import threading
 from math import prod
 from typing import Final
 
+import numpy as np
 import xxhash
+import zstandard
+
+from terrazzo.errors import CheckpointCorruptError
 
 MAGIC: Final = b"TERRAZZO"
 VERSION: Final = 1  # of the format: another one is not read
@@ -110,3 +115,45 @@ def block_of(lengths: tuple[int, ...], itemsize: int) -> int:
     if len(lengths) > 1 and lengths[0] > 1 and prod(lengths[1:]) * itemsize >= _LONG_ROW:
         return _SMALL_BLOCK
     return BLOCK
+
+
+FRAME: Final = 1 << 20  # bytes of a chunk that are compressed together: what has to be read for any of them
+LEVEL: Final = 3
+_local = threading.local()  # two threads must not use one compressor at once
+
+
+def encode_frame(data: memoryview, itemsize: int) -> bytes:
+    """A block as it is stored.
+
+    >>> frame = encode_frame(memoryview(bytes(8000)), 4)
+    >>> len(frame) < 100, decode_frame(frame, 8000, 4) == bytes(8000)
+    (True, True)
+    """
+    compressor = getattr(_local, "compressor", None)
+    if compressor is None:
+        compressor = _local.compressor = zstandard.ZstdCompressor(LEVEL)
+    shuffled = np.frombuffer(data, np.uint8)
+    if itemsize > 1:
+        shuffled = np.ascontiguousarray(shuffled.reshape(-1, itemsize).T)
+    frame: bytes = compressor.compress(shuffled.reshape(-1).data)
+    return frame if len(frame) < len(data) else bytes(data)
+
+
+def decode_frame(frame: memoryview | bytes, nbytes: int, itemsize: int) -> bytes | memoryview:
+    """The `nbytes` of a block, from how it is stored."""
+    if len(frame) == nbytes:
+        return frame
+    decompressor = getattr(_local, "decompressor", None)
+    if decompressor is None:
+        decompressor = _local.decompressor = zstandard.ZstdDecompressor()
+    try:
+        # A frame may say that it is larger than its block: then it is damaged.
+        with decompressor.stream_reader(frame) as reader:
+            shuffled = reader.read(nbytes + 1)
+    except zstandard.ZstdError as error:
+        raise CheckpointCorruptError(f"a compressed block cannot be decompressed: {error}") from error
+    if len(shuffled) != nbytes:
+        raise CheckpointCorruptError(f"a compressed block has {len(shuffled)} bytes or more instead of {nbytes}")
+    if itemsize == 1:
+        return bytes(shuffled)
+    return np.ascontiguousarray(np.frombuffer(shuffled, np.uint8).reshape(itemsize, -1).T).reshape(-1).data

@@ -16,11 +16,10 @@ import numpy as np
 from terrazzo.checkpoint.listing import Entry, Listing, corner
 from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.chunks import Chunks, Overlap, complete_parts
-from terrazzo.checkpoint.native.codec import decode_frame
 from terrazzo.checkpoint.native.commit import committed_manifest
-from terrazzo.checkpoint.native.dtype_names import itemsize_of, numbers_of
+from terrazzo.checkpoint.native.dtype_names import STORED, itemsize_of
 from terrazzo.checkpoint.native.finding import PartIndexes, gone, room_for
-from terrazzo.checkpoint.native.format import checksum
+from terrazzo.checkpoint.native.format import checksum, decode_frame
 from terrazzo.checkpoint.native.root import TENSOR, TYPED, Root
 from terrazzo.checkpoint.native.spans import StoredChunk, spans
 from terrazzo.checkpoint.stores.base import Request, Store
@@ -85,11 +84,10 @@ class NativeListing(Listing):
     def _bytes_of(self, name: str, parts: Sequence[Overlap]) -> bytes:
         """The bytes of parts that are one row, or a piece of one."""
         found: dict[int, bytes] = {}  # by where they are in the row
-        for each in self._index.find([(name, parts)]):
-            assert each.overlap is not None
+        for each in self._index.find([(name, part) for part in parts]):
             data = box_of_chunk(self._store, each.chunk, Box(each.offsets, each.lengths))
             before = 0 if each.part is None else sum(each.part.offsets[-1:])  # 0 dims: one element
-            found[sum(each.overlap.in_box[-1:]) + before] = data.tobytes()
+            found[sum(parts[each.number].in_box[-1:]) + before] = data.tobytes()
         return b"".join([found[place] for place in sorted(found)])
 
     def value(self, name: str) -> Any:
@@ -165,3 +163,50 @@ def _read(store: Store, key: str, start: int, nbytes: int) -> memoryview:
     except EOFError as error:
         raise CheckpointCorruptError(f"a data file is shorter than the checkpoint says: {error}") from error
     return data
+
+
+_NUMPY: Final = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",  # the high half of a float32
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "i1",
+    "uint8": "u1",
+    "bool": "?",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
+    "bcomplex32": "<u2",  # two of these
+    "complex64": "<c8",
+    "complex128": "<c16",
+}
+
+
+def numbers_of(dtype: str, data: bytes) -> list[Any]:
+    """Elements of a dtype from their bytes: real ones as floats, complex ones and those with which torch cannot compute
+    as text.
+
+    >>> numbers_of("bfloat16", bytes.fromhex("803f0040")), numbers_of("complex64", bytes(8))
+    ([1.0, 2.0], ['0j'])
+    >>> numbers_of("bcomplex32", bytes.fromhex("803f0040"))
+    ['(1+2j)']
+    >>> numbers_of("int4", bytes([7, 1]))
+    ['0x07', '0x01']
+    """
+    if STORED[dtype].opaque:
+        return list(STORED[dtype].as_text(data))
+    kind = _NUMPY.get(dtype)
+    if kind is None:
+        from terrazzo.checkpoint.native.dtypes import from_bytes  # imports PyTorch, which knows all
+
+        return from_bytes(dtype, data)
+    values = np.frombuffer(data, kind)
+    if dtype in ("bfloat16", "bcomplex32"):
+        values = (values.astype("<u4") << 16).view("<f4" if dtype == "bfloat16" else "<c8")
+    if values.dtype.kind == "c":
+        return [str(value) for value in values.astype(np.complex128).tolist()]
+    found: list[Any] = values.astype(np.float64).tolist()
+    return found

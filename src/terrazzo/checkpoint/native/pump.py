@@ -13,10 +13,9 @@ from typing import Any, Final
 import torch
 import xxhash
 
-from terrazzo.checkpoint.native.codec import encode_frame
 from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.dtypes import as_bytes
-from terrazzo.checkpoint.native.format import BLOCK, checksum
+from terrazzo.checkpoint.native.format import BLOCK, checksum, encode_frame
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import TENSOR
 from terrazzo.checkpoint.native.rows import Row

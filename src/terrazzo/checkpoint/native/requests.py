@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from terrazzo.checkpoint.native.codec import decode_frame
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes, dtype_from_name
 from terrazzo.checkpoint.native.finding import gone, room_for
-from terrazzo.checkpoint.native.format import checksum
+from terrazzo.checkpoint.native.format import checksum, decode_frame
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.spans import Span, StoredChunk, Wanted, spans
@@ -35,8 +34,8 @@ _AT_ONCE: Final = 16 << 20  # bytes of a tensor that one request reads
 _ALIGNMENT: Final = 64
 
 
-class Filling(msgspec.Struct, eq=False):
-    """A destination that is being filled by `left` pieces."""
+class _Filling(msgspec.Struct, eq=False):
+    """A tensor that is being filled by `left` runs."""
 
     target: torch.Tensor
     left: int = 1
@@ -52,7 +51,7 @@ class _Run(msgspec.Struct, eq=False):
     nbytes: int
     chunk: StoredChunk | None = None
     low: int = 0
-    filling: Filling | None = None
+    filling: _Filling | None = None
     memory: memoryview | None = None  # where the bytes belong, if they can be read there
     span: Span | None = None  # what the elements are, if not
     part: Box | None = None  # of the target, unless it is all of it
@@ -156,7 +155,7 @@ class Requests:
     def _runs(self, wanted: Iterable[Wanted]) -> Iterator[_Run]:
         file = None
         for want in wanted:
-            chunk, filling = want.chunk, want.filling
+            chunk = want.chunk
             if chunk.file is not file:
                 file = chunk.file
                 if file.name not in self._checked:
@@ -165,7 +164,7 @@ class Requests:
                 yield from self._compressed(want)
                 continue
             places = self._spans_of(chunk, want.offsets, want.lengths)
-            target = filling.target if want.part is None else filling.target[want.part.slices()]
+            target, filling = want.memory, _Filling(want.memory)
             first = places[0]
             if (
                 len(places) == 1
@@ -176,7 +175,7 @@ class Requests:
             ):
                 memory = bytes_of(target)
                 filling.in_place = True
-                if chunk.crc and want.part is None and first.high - first.low == chunk.nbytes:
+                if chunk.crc and first.high - first.low == chunk.nbytes:
                     filling.chunk = chunk
                 if first.high - first.low <= self._step:
                     yield _Run(file, chunk.start + first.low, len(memory), chunk, first.low, filling, memory)
@@ -186,12 +185,9 @@ class Requests:
             if first.high - first.low > max(self._staged_limit, _WINDOW):  # too much for one buffer
                 block = chunk.block if self._verify else 1
                 places = self._spans_of(chunk, want.offsets, want.lengths, block)
-            filling.left += len(places) - 1
-            whole = len(places) == 1 and want.part is None
+            filling.left = len(places)
             for span in places:
-                part = None
-                if not whole:
-                    part = span.inside if want.part is None else span.inside.shifted(want.part.offsets)
+                part = span.inside if len(places) > 1 else None
                 start, nbytes = chunk.start + span.low, span.high - span.low
                 yield _Run(file, start, nbytes, chunk, span.low, filling, None, span, part)
 
@@ -202,11 +198,10 @@ class Requests:
         frames = chunk.frames[chunk.first_frame : chunk.first_frame + count].astype(np.int64)
         ends = np.cumsum(frames)
         places = self._spans_of(chunk, want.offsets, want.lengths, chunk.block)
-        want.filling.left += len(places) - 1
+        filling = _Filling(want.memory, len(places))
         for span in places:
             first, last = span.low // chunk.block, -(-span.high // chunk.block)
             begin = int(ends[first] - frames[first])
-            part = span.inside if want.part is None else span.inside.shifted(want.part.offsets)
             size = int(ends[last - 1]) - begin
             stored = room_for(self._store, chunk.file.name, size)
             yield _Run(
@@ -215,18 +210,18 @@ class Requests:
                 size,
                 chunk,
                 span.low,
-                want.filling,
+                filling,
                 stored,
                 span,
-                part,
+                span.inside,
                 frames[first:last],
             )
 
-    def _in_place(self, chunk: StoredChunk, span: Span, memory: memoryview, filling: Filling) -> Iterator[_Run]:
+    def _in_place(self, chunk: StoredChunk, span: Span, memory: memoryview, filling: _Filling) -> Iterator[_Run]:
         """Runs that are read where they belong; a large one in steps."""
         step = max(self._step // chunk.block, 1) * chunk.block
         starts = range(0, max(len(memory), 1), step)
-        filling.left += len(starts) - 1
+        filling.left = len(starts)
         for start in starts:
             low, piece = span.low + start, memory[start : start + step]
             yield _Run(chunk.file, chunk.start + low, len(piece), chunk, low, filling, piece)
@@ -398,7 +393,7 @@ def _decompress(run: _Run) -> None:
     run.staged = _elements(raw.elements(chunk.dtype), 0, span, chunk.itemsize)
 
 
-def _of_one_kind(filling: Filling, run: _Run, staged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_one_kind(filling: _Filling, run: _Run, staged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What a run fills, and its elements, in dtypes that torch can copy."""
     target = filling.target if run.part is None else filling.target[run.part.slices()]
     if target.dtype in OPAQUE or staged.dtype in OPAQUE:

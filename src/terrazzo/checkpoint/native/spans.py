@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.dtype_names import itemsize_of
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.layout.box import Box
@@ -48,18 +47,22 @@ class StoredChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class Wanted(msgspec.Struct, eq=False, gc=False):
-    """A box of a stored chunk that is to be read, and what it fills: `filling`, or `part` of it.
+    """A box of a stored chunk that is to be read, and the memory that it fills.
 
-    Where many tensors ask, `target` is the number of the one that does, and `overlap` what it asks for.
+    Where many tensors ask, `number` says which of them does, and `part` what of it this is, unless it is all.
     """
 
     chunk: StoredChunk
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
-    filling: Any = None
+    number: int = 0
     part: Box | None = None
-    target: int = 0
-    overlap: Overlap | None = None
+    memory: Any = None  # a tensor of these lengths, set before it is read
+
+    def of(self, tensor: Any) -> Wanted:
+        """The same, that fills its part of a tensor."""
+        self.memory = tensor if self.part is None else tensor[self.part.slices()]
+        return self
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import uuid
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -22,10 +21,9 @@ from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
 from terrazzo.checkpoint.native.memory import bytes_of, empty
 from terrazzo.checkpoint.native.parts import PartResults
-from terrazzo.checkpoint.native.requests import Filling, Requests
+from terrazzo.checkpoint.native.requests import Requests
 from terrazzo.checkpoint.native.root import TYPED, Root
 from terrazzo.checkpoint.native.rows import Row, Target
-from terrazzo.checkpoint.native.spans import Wanted
 from terrazzo.checkpoint.native.writer import (
     FilesOfRank,
     WriteOptions,
@@ -255,25 +253,10 @@ class NativeReader(TargetReader):
     @torch.no_grad()
     def fill(self, targets: Sequence[Target]) -> None:
         index, requests = self._open()
-        found = index.find([(target.source, target.parts) for target in targets])
-        pieces = Counter((each.target, id(each.overlap)) for each in found if each.part is not None)
-        in_pieces: dict[tuple[int, int], Filling] = {}
-
-        def wanted() -> Iterator[Wanted]:
-            for each in found:
-                number, overlap = each.target, each.overlap
-                assert overlap is not None
-                filling = in_pieces.get((number, id(overlap))) if in_pieces else None
-                if filling is None:
-                    filling = Filling(targets[number].part(overlap))
-                    if each.part is not None:
-                        filling.left = pieces[number, id(overlap)]
-                        in_pieces[number, id(overlap)] = filling
-                each.filling = filling
-                yield each
-
+        parts = [(target, part) for target in targets for part in target.parts]
+        found = index.find([(target.source, part) for target, part in parts])
         try:
-            requests.read(wanted())
+            requests.read(each.of(parts[each.number][0].part(parts[each.number][1])) for each in found)
         finally:
             requests.release()
             self.bytes_read = index.bytes_read + requests.bytes_read

@@ -15,9 +15,9 @@ import numpy as np
 import terrazzo
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.native import objects
-from terrazzo.checkpoint.native.codec import FRAME
 from terrazzo.checkpoint.native.datafile import FileLayout, file_header, lay_out, row_major_windows
 from terrazzo.checkpoint.native.format import (
+    FRAME,
     INLINE_INDEX,
     INLINE_LIMIT,
     checksum,
