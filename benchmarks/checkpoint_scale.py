@@ -13,9 +13,9 @@ from terrazzo.checkpoint import ChunkStorageMetadata, DefaultLoadPlanner, Defaul
 from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import checksum
-from terrazzo.checkpoint.native.index import Rows, encode_index, name_hash
-from terrazzo.checkpoint.native.merging import About, merge
-from terrazzo.checkpoint.native.parts import Part, make_part, packed, unpacked
+from terrazzo.checkpoint.native.index import IndexRows, encode_index, name_hash
+from terrazzo.checkpoint.native.merging import SaveFacts, merge
+from terrazzo.checkpoint.native.parts import WrittenPart, make_part, packed, unpacked
 from terrazzo.checkpoint.native.root import FileEntry, PartEntry, Root, TensorEntry, encode_root
 from terrazzo.checkpoint.plan.ownership import groups_unsure
 from terrazzo.checkpoint.stores import MemoryStore, Request
@@ -90,7 +90,7 @@ def plan_save(rank: int, job: Job, state: dict[str, Sharded]) -> int:
     return len(held.settled(held.negotiation.settled()))
 
 
-def parts_of(job: Job) -> list[Part]:
+def parts_of(job: Job) -> list[WrittenPart]:
     """What all ranks would send to the coordinator.
 
     Each rank also has all of some small tensors, so no two of them have the same tables.
@@ -122,9 +122,9 @@ def part_entry(rank: int, index: bytes = b"") -> PartEntry:
     )
 
 
-def merge_parts(parts: list[Part]) -> bytes:
+def merge_parts(parts: list[WrittenPart]) -> bytes:
     """The coordinator's work: the root."""
-    return merge(parts, About("0123456789ab", 0.0, "benchmark", {}, None))
+    return merge(parts, SaveFacts("0123456789ab", 0.0, "benchmark", {}, None))
 
 
 def index_of(rank: int, job: Job) -> bytes:
@@ -135,7 +135,7 @@ def index_of(rank: int, job: Job) -> bytes:
     nbytes, block = np.uint64(ROWS * 4) * widths, np.uint64(256 << 10)
     boxes = np.stack([ones * ROWS * rank, ones * 0, ones * ROWS, widths], axis=1).astype(np.uint64)
     return encode_index(
-        Rows(
+        IndexRows(
             hashes=np.array([name_hash(name_of(n)) for n in range(tensors)], dtype=np.uint64),
             starts=np.uint64(8192) + np.cumsum(nbytes) - nbytes,
             nbytes=nbytes,

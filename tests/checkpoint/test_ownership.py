@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import checkpoint_scale as scale
-from terrazzo.checkpoint.native.merging import About, faults_of, merge
+from terrazzo.checkpoint.native.merging import SaveFacts, faults_of, merge
 from terrazzo.checkpoint.native.parts import make_part
 from terrazzo.checkpoint.native.root import Root, TensorEntry
 from terrazzo.checkpoint.plan.ownership import Claim, Negotiation, answers, assign, groups_unsure
@@ -238,7 +238,7 @@ def test_any_chunks_of_any_ranks_are_found_again(data: st.DataObject) -> None:
         make_part([e for e, _ in mine], [b for _, b in mine], scale.part_entry(rank), [])
         for rank, mine in enumerate(chosen)
     ]
-    about = About("0123456789ab", 0.0, "test", {}, None)
+    about = SaveFacts("0123456789ab", 0.0, "test", {}, None)
     root = Root(merge(parts, about), "test")
     for name, chunks in expected.items():
         owners = root.owner_tables[root.tensors[name].owners].tolist()

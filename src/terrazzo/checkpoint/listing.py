@@ -13,7 +13,7 @@ from terrazzo.layout.box import Box
 _LONGEST_NUMBER: Final = 20  # digits
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False):
+class Listed(msgspec.Struct, frozen=True, gc=False):
     """A tensor of a checkpoint; of a value that is none, nothing is known.
 
     `parts` is in how many boxes the tensor is stored.
@@ -27,7 +27,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     def row(self, name: str) -> dict[str, Any]:
         """The same as commands and pages print it.
 
-        >>> Entry("float32", (3, 4), 48, 1).row("w")
+        >>> Listed("float32", (3, 4), 48, 1).row("w")
         {'name': 'w', 'dtype': 'float32', 'shape': [3, 4], 'bytes': 48, 'parts': 1}
         """
         shape = None if self.shape is None else list(self.shape)
@@ -39,10 +39,10 @@ class Listing(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, Listed]:
         """What there is under each name; names of tensors that are alike share one entry."""
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> Listed | None:
         """What there is under a name; None if there is nothing."""
         return self.entries.get(name)
 

@@ -16,7 +16,7 @@ from rich.pretty import pretty_repr
 from rich.table import Table
 from rich.text import Text
 
-from terrazzo.checkpoint.listing import Entry, Listing, in_order
+from terrazzo.checkpoint.listing import Listed, Listing, in_order
 from terrazzo.checkpoint.manager.listing import steps_at
 from terrazzo.checkpoint.manager.records import VALUE as MANAGERS_RECORD
 from terrazzo.checkpoint.tools.listing import listing_of
@@ -220,7 +220,7 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return f"; similar names are {', '.join(close)}" if close else ""
 
 
-def _cells(entry: Entry) -> list[str]:
+def _cells(entry: Listed) -> list[str]:
     """What the list says of a value beside its name."""
     shape = "" if entry.shape is None else " x ".join(map(str, entry.shape)) or "scalar"
     size = "" if entry.nbytes is None else human_size(entry.nbytes)

@@ -28,7 +28,7 @@ from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.requests import Requests
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.rows import Target
-from terrazzo.checkpoint.native.spans import StoredChunk, Wanted, strides_of
+from terrazzo.checkpoint.native.spans import StoredChunk, WantedBox, strides_of
 from terrazzo.checkpoint.stores import Entry, Place, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError, ConflictError
 from terrazzo.layout.box import Box
@@ -116,12 +116,12 @@ def read_rows(asked: Sequence[Asked], targets: Sequence[torch.Tensor]) -> FilesR
         assert piece.chunk is not None
         return id(piece.row.store), piece.chunk.file.name, piece.chunk.start, piece.box.offsets
 
-    def filling(pieces: Iterable[_Piece]) -> Iterator[Wanted]:
+    def filling(pieces: Iterable[_Piece]) -> Iterator[WantedBox]:
         for piece in pieces:
             inside, whole = piece.box.relative_to(piece.row.box), asked[piece.number].box
             part = None if piece.box == whole else piece.box.relative_to(whole)
             assert piece.chunk is not None
-            wanted = Wanted(piece.chunk, inside.offsets, inside.lengths, piece.number, part)
+            wanted = WantedBox(piece.chunk, inside.offsets, inside.lengths, piece.number, part)
             yield wanted.of(targets[piece.number])
 
     read = FilesRead()

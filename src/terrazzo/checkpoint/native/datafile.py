@@ -19,7 +19,7 @@ from terrazzo.layout.box import Box
 
 
 @dataclass(frozen=True, slots=True)
-class FileLayout:
+class DataFileLayout:
     """A data file before it is written: its header, and where each row will begin.
 
     With a codec these are upper bounds, because the compressed sizes are not known yet.
@@ -31,7 +31,7 @@ class FileLayout:
     size: int
 
 
-def lay_out(rows: Sequence[Row], save_id: str) -> FileLayout:
+def lay_out(rows: Sequence[Row], save_id: str) -> DataFileLayout:
     """Order the rows and place them in a file."""
     ordered = tuple(sorted(rows, key=_file_order))
     header = file_header(ordered, [row.form.nbytes for row in ordered], save_id)
@@ -40,7 +40,7 @@ def lay_out(rows: Sequence[Row], save_id: str) -> FileLayout:
     for row in ordered:
         starts.append(position)
         position += row.form.nbytes
-    return FileLayout(header, ordered, tuple(starts), position)
+    return DataFileLayout(header, ordered, tuple(starts), position)
 
 
 def file_header(rows: Sequence[Row], stored: Sequence[int], save_id: str, size: int | None = None) -> bytes:

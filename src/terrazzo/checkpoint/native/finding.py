@@ -18,9 +18,9 @@ import numpy as np
 from terrazzo.checkpoint.native.chunks import Overlap, complete_parts, overlapping
 from terrazzo.checkpoint.native.dtype_names import itemsize_of
 from terrazzo.checkpoint.native.format import checksum
-from terrazzo.checkpoint.native.index import RAW, Rows, decode_index, name_hash
-from terrazzo.checkpoint.native.root import TENSOR, Root, StoredTensor
-from terrazzo.checkpoint.native.spans import StoredChunk, Wanted
+from terrazzo.checkpoint.native.index import RAW, IndexRows, decode_index, name_hash
+from terrazzo.checkpoint.native.root import TENSOR, Root, RootTensor
+from terrazzo.checkpoint.native.spans import StoredChunk, WantedBox
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
@@ -30,7 +30,7 @@ _LARGEST_FRAME: Final = 16 << 20  # bytes that are compressed together: as much 
 
 
 # A part of a chunk of a tensor's grid that is asked for: its number, the tensor, and what of the chunk.
-_Sought = tuple[int, StoredTensor, Overlap]
+_Sought = tuple[int, RootTensor, Overlap]
 
 
 class StoredValue(msgspec.Struct, frozen=True):
@@ -47,10 +47,10 @@ class PartIndexes:
     def __init__(self, root: Root, store: Store) -> None:
         self.root = root
         self._store = store
-        self._rows: dict[int, Rows] = {}
+        self._rows: dict[int, IndexRows] = {}
         self.bytes_read = 0
 
-    def find(self, asked: Iterable[tuple[str, Overlap]]) -> list[Wanted]:
+    def find(self, asked: Iterable[tuple[str, Overlap]]) -> list[WantedBox]:
         """Where parts of the chunks of tensors are stored, each with its number, by file and by offset in the file."""
         by_part: dict[int, list[_Sought]] = defaultdict(list)
         tensors = self.root.tensors
@@ -65,7 +65,7 @@ class PartIndexes:
                 sought = known[key] = by_part[self._part_of(tensor, overlap.number)]
             sought.append((number, tensor, overlap))
         self._load(by_part)
-        found: list[Wanted] = []
+        found: list[WantedBox] = []
         for part, sought in by_part.items():
             found += self._in_part(part, sought)
         return in_file_order(found)
@@ -91,7 +91,7 @@ class PartIndexes:
         check_room(self._store, root.data_files_of(name), box.numel, repr(name))
         return StoredValue(kind, box, parts)
 
-    def rows_of(self, part: int) -> tuple[Rows, Array, Array]:
+    def rows_of(self, part: int) -> tuple[IndexRows, Array, Array]:
         """A part's index: all rows, the numbers of those whose tensors the root has, and where it has these."""
         self._load([part])
         rows = self._rows[part]
@@ -99,7 +99,7 @@ class PartIndexes:
         numbers = np.nonzero(tensors >= 0)[0]
         return rows, numbers, tensors[numbers]
 
-    def sizes_of(self, part: int, rows: Rows, numbers: Array, tensors: Sequence[StoredTensor]) -> Array:
+    def sizes_of(self, part: int, rows: IndexRows, numbers: Array, tensors: Sequence[RootTensor]) -> Array:
         """The elements of the chunks in some rows of a part's index, each of a tensor; raises unless they are as the
         root says.
         """
@@ -173,7 +173,7 @@ class PartIndexes:
         objects = self.root.head.objects  # their digest is longer than that of a tensor
         return known | {value.name: b"in the root, as %d: %b" % (value.kind, value.data) for value in objects}
 
-    def _part_of(self, tensor: StoredTensor, number: int) -> int:
+    def _part_of(self, tensor: RootTensor, number: int) -> int:
         """The part that has a chunk of a tensor."""
         owners = self.root.owner_tables[tensor.owners]
         if number >= len(owners):
@@ -204,13 +204,13 @@ class PartIndexes:
         except EOFError as error:
             raise CheckpointCorruptError(f"an index is shorter than the checkpoint says: {error}") from error
 
-    def _in_part(self, part: int, sought: list[_Sought]) -> list[Wanted]:
+    def _in_part(self, part: int, sought: list[_Sought]) -> list[WantedBox]:
         rows = self._rows[part]
         left, right = rows.of_hashes([name_hash(tensor.name) for _, tensor, _ in sought])
         # Mostly a tensor has one row here, and that is the chunk that is sought.
         single = right - left == 1
         ndims = np.array([len(tensor.shape) for _, tensor, _ in sought])
-        found: list[Wanted] = []
+        found: list[WantedBox] = []
         rest = np.nonzero(~single)[0].tolist()
         for ndim in np.unique(ndims[single]).tolist():
             numbers = np.nonzero(single & (ndims == ndim))[0]
@@ -226,14 +226,14 @@ class PartIndexes:
             shapes = [overlap.chunk.lengths for _, _, overlap in asked]
             chunks = self._chunks(part, rows, chosen, [tensor for _, tensor, _ in asked], shapes)
             found += [
-                Wanted(chunk, overlap.in_chunk, overlap.lengths, number)
+                WantedBox(chunk, overlap.in_chunk, overlap.lengths, number)
                 for (number, _, overlap), chunk in zip(asked, chunks, strict=True)
             ]
         for number in rest:
             found += self._pieces(part, sought[number], int(left[number]), int(right[number]))
         return found
 
-    def _pieces(self, part: int, sought: _Sought, left: int, right: int) -> list[Wanted]:
+    def _pieces(self, part: int, sought: _Sought, left: int, right: int) -> list[WantedBox]:
         """A chunk that is stored in pieces, as far as a target needs it."""
         rows, (number, tensor, overlap) = self._rows[part], sought
         wanted = Box(overlap.in_chunk, overlap.lengths).shifted(overlap.chunk.offsets)
@@ -252,7 +252,7 @@ class PartIndexes:
             missing -= common.numel
             inner = common.relative_to(box)
             own = common.relative_to(wanted)
-            found.append(Wanted(chunk, inner.offsets, inner.lengths, number, own))
+            found.append(WantedBox(chunk, inner.offsets, inner.lengths, number, own))
         if missing:
             raise CheckpointCorruptError(
                 f"{self.root.source}: {missing} elements of {tensor.name!r} are not where the manifest says"
@@ -262,9 +262,9 @@ class PartIndexes:
     def _chunks(
         self,
         part: int,
-        rows: Rows,
+        rows: IndexRows,
         numbers: Array,
-        tensors: Sequence[StoredTensor],
+        tensors: Sequence[RootTensor],
         shapes: Sequence[tuple[int, ...]] | None = None,
     ) -> list[StoredChunk]:
         """The chunks in these rows of a part's index, each of a tensor; their shapes may be known already."""
@@ -300,7 +300,7 @@ class PartIndexes:
         ]
 
 
-def in_file_order(wanted: list[Wanted]) -> list[Wanted]:
+def in_file_order(wanted: list[WantedBox]) -> list[WantedBox]:
     """What is wanted, by file and by offset in the file."""
     files = [each.chunk.file.name for each in wanted]
     order = {file: number for number, file in enumerate(sorted(set(files)))}
@@ -309,9 +309,9 @@ def in_file_order(wanted: list[Wanted]) -> list[Wanted]:
     return [wanted[number] for number in places.tolist()]
 
 
-def _no_rows() -> Rows:
+def _no_rows() -> IndexRows:
     none, numbers = np.empty(0, np.uint64), np.empty(0, np.uint32)
-    return Rows(none, none, none, numbers, numbers, numbers, numbers, none, none, numbers)
+    return IndexRows(none, none, none, numbers, numbers, numbers, numbers, none, none, numbers)
 
 
 _LARGE: Final = 16 << 20  # bytes: for fewer, asking for the sizes of files is not worth it

@@ -37,7 +37,7 @@ def scrambled(numbers: Array) -> Array:
     return found
 
 
-class Rows:
+class IndexRows:
     """The rows of an index, as arrays: one row per chunk, sorted by `hashes`.
 
     `boxes` has offsets, then lengths, of all chunks, each from `first_box` on; `sums` the checksums, each from
@@ -142,7 +142,7 @@ def index_size(chunks: int, box_numbers: int, blocks: int, frames: int) -> int:
     return _HEAD.size + chunks * (3 * 8 + 2 * 4 + 2 * 4) + 8 * box_numbers + 8 * blocks + 4 * (frames + frames % 2)
 
 
-def encode_index(rows: Rows) -> bytes:
+def encode_index(rows: IndexRows) -> bytes:
     """The bytes of an index; rows in any order."""
     order = np.lexsort((rows.starts, rows.files, rows.hashes))
     counts, framed = rows.block_counts()[order], np.where(rows.codecs == RAW, 0, rows.block_counts())[order]
@@ -166,7 +166,7 @@ def encode_index(rows: Rows) -> bytes:
     )
 
 
-def decode_index(data: bytes | bytearray | memoryview, source: str) -> Rows:
+def decode_index(data: bytes | bytearray | memoryview, source: str) -> IndexRows:
     """The rows of an index whose checksum has been compared."""
     if len(data) < _HEAD.size or bytes(data[:8]) != _MAGIC:
         raise CheckpointCorruptError(f"{source}: this is no index")
@@ -184,7 +184,7 @@ def decode_index(data: bytes | bytearray | memoryview, source: str) -> Rows:
     hashes, starts, nbytes = column("<u8", chunks), column("<u8", chunks), column("<u8", chunks)
     boxes, sums = column("<u8", numbers), column("<u8", blocks)
     files, each, ndims, codecs = (column("<u4", chunks) for _ in range(4))
-    rows = Rows(hashes, starts, nbytes, files, each, ndims, codecs, boxes, sums, column("<u4", frames))
+    rows = IndexRows(hashes, starts, nbytes, files, each, ndims, codecs, boxes, sums, column("<u4", frames))
     if (
         int(rows.block_counts().sum()) != blocks
         or 2 * int(ndims.sum(dtype=np.int64)) != numbers

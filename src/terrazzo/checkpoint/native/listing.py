@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from terrazzo.checkpoint.listing import Entry, Listing, corner
+from terrazzo.checkpoint.listing import Listed, Listing, corner
 from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.chunks import Chunks, Overlap, complete_parts
 from terrazzo.checkpoint.native.commit import committed_manifest
@@ -26,7 +26,7 @@ from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout.box import Box
 
-_OBJECT: Final = Entry()
+_OBJECT: Final = Listed()
 
 
 def about_save(manifest: Root) -> dict[str, Any]:
@@ -43,10 +43,10 @@ class NativeListing(Listing):
         self.manifest: Root = committed_manifest(store)
 
     @cached_property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, Listed]:
         manifest = self.manifest
-        alike: dict[tuple[str, tuple[int, ...], int], Entry] = {}  # a model has many of each
-        found: dict[str, Entry] = {}
+        alike: dict[tuple[str, tuple[int, ...], int], Listed] = {}  # a model has many of each
+        found: dict[str, Listed] = {}
         for tensor in manifest.head.tensors:
             if tensor.kind != TENSOR:
                 found[tensor.name] = _OBJECT
@@ -59,7 +59,7 @@ class NativeListing(Listing):
         found.update((value.name, _OBJECT) for value in manifest.head.objects)
         return found
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> Listed | None:
         kind = self.manifest.names.get(name)
         if kind is None:
             return None
@@ -108,8 +108,8 @@ class NativeListing(Listing):
         return PartIndexes(self.manifest, self._store)
 
 
-def _described(dtype: str, shape: tuple[int, ...], chunks: Chunks) -> Entry:
-    return Entry(dtype, shape, prod(shape) * itemsize_of(dtype), len(chunks))
+def _described(dtype: str, shape: tuple[int, ...], chunks: Chunks) -> Listed:
+    return Listed(dtype, shape, prod(shape) * itemsize_of(dtype), len(chunks))
 
 
 Array = np.ndarray[Any, Any]

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from terrazzo.checkpoint.native.index import name_hash
-from terrazzo.checkpoint.native.parts import Part, entries_of, u4_of, unpacked
-from terrazzo.checkpoint.native.root import ObjectEntry, Path, RootHead, StoredTensor, TensorEntry, encode_root
+from terrazzo.checkpoint.native.parts import WrittenPart, entries_of, u4_of, unpacked
+from terrazzo.checkpoint.native.root import ObjectEntry, Path, RootHead, RootTensor, TensorEntry, encode_root
 from terrazzo.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
@@ -28,7 +28,7 @@ Layout: TypeAlias = tuple[int, ...] | bytes  # the steps of a grid, or all boxes
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class SaveFacts:
     """The facts about the whole save that a root holds."""
 
     save_id: str
@@ -39,9 +39,9 @@ class About:
     features: tuple[str, ...] = ()
 
 
-def merge(parts: Sequence[Part], about: About) -> bytes:
+def merge(parts: Sequence[WrittenPart], about: SaveFacts) -> bytes:
     """The root of a checkpoint that consists of these parts, checked to be complete."""
-    names = _Names(parts)
+    names = _AllTensors(parts)
     names.check_hashes()
     found = names.stored()
     layouts: dict[Layout, int] = {}
@@ -50,7 +50,7 @@ def merge(parts: Sequence[Part], about: About) -> bytes:
     for entry, alike in zip(names.entries, names.alike.tolist(), strict=True):
         layout, owner = found[alike]
         tensors.append(
-            StoredTensor(
+            RootTensor(
                 entry.name,
                 entry.dtype,
                 entry.shape,
@@ -77,7 +77,7 @@ def merge(parts: Sequence[Part], about: About) -> bytes:
     )
 
 
-class _Rows(msgspec.Struct, frozen=True, eq=False):
+class _AlikeRows(msgspec.Struct, frozen=True, eq=False):
     """The chunks of ranks that have the same table, rows and forms: of which tensor each is, and which form it has.
 
     The numbers of a form begin at `first` in a rank's boxes.
@@ -95,20 +95,20 @@ class _Chosen(msgspec.Struct, frozen=True, eq=False):
     positions: Array  # (chunks, 2 * dims)
 
 
-class _Names:
+class _AllTensors:
     """The tensors of all ranks, numbered.
 
     Tensors that are alike, which have chunks of the same forms on all ranks, have the same number in `alike`: that of
     one of them, which stands for all.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[WrittenPart]) -> None:
         self.entries: list[TensorEntry] = []
         self._known: dict[str, int] = {}
         self._parts = parts
         self._whole: dict[int, list[int]] = {}  # by tensor: the ranks that have written all of it
         tables: dict[bytes, Array] = {}
-        self._rows: dict[tuple[bytes, bytes, bytes], _Rows] = {}  # most ranks have the same
+        self._rows: dict[tuple[bytes, bytes, bytes], _AlikeRows] = {}  # most ranks have the same
         for rank, part in enumerate(parts):
             for number in self._numbers(part.whole, rank).tolist():
                 self._whole.setdefault(number, []).append(rank)
@@ -137,10 +137,10 @@ class _Names:
             numbers[row] = number
         return numbers
 
-    def _as_rows(self, tensors: Array, forms: Array) -> _Rows:
+    def _as_rows(self, tensors: Array, forms: Array) -> _AlikeRows:
         _, firsts = np.unique(forms, return_index=True)  # forms are numbered in the order in which they occur
         sizes = np.array([2 * len(self.entries[tensor].shape) for tensor in tensors[firsts].tolist()], dtype=np.int64)
-        return _Rows(tensors, forms, np.cumsum(sizes) - sizes)
+        return _AlikeRows(tensors, forms, np.cumsum(sizes) - sizes)
 
     def _alike(self) -> Array:
         group = np.zeros(len(self.entries), dtype=np.int64)
@@ -288,7 +288,7 @@ def _described(entry: TensorEntry) -> str:
     return f"a {entry.dtype} tensor of shape {list(entry.shape)}" if entry.kind == 0 else "an object"
 
 
-def _merge_objects(parts: Sequence[Part], tensors: list[TensorEntry]) -> list[ObjectEntry]:
+def _merge_objects(parts: Sequence[WrittenPart], tensors: list[TensorEntry]) -> list[ObjectEntry]:
     names = {entry.name for entry in tensors}
     merged: list[ObjectEntry] = []
     for part in parts:

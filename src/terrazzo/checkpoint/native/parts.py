@@ -18,7 +18,7 @@ from terrazzo.checkpoint.storage import WriteResult
 Array = np.ndarray[Any, Any]
 
 
-class Part(msgspec.Struct, array_like=True, frozen=True):
+class WrittenPart(msgspec.Struct, array_like=True, frozen=True):
     """The chunks and objects that one rank has written.
 
     `whole` are the tensors that it has written all of. Of the others, `table` are the entries, in the order of names,
@@ -38,7 +38,7 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
 
 def make_part(
     entries: list[TensorEntry], boxes: list[tuple[int, ...]], entry: PartEntry, inline: list[ObjectEntry]
-) -> Part:
+) -> WrittenPart:
     """The part of a rank that has written a chunk of each of `entries`: offsets and lengths are `boxes`."""
     order = sorted(range(len(entries)), key=lambda number: entries[number].name)
     whole: list[TensorEntry] = []
@@ -55,7 +55,7 @@ def make_part(
             table.append(described)
         rows.append(len(table) - 1)
         chosen.append(forms.setdefault((described.shape, box), len(forms)))
-    return Part(
+    return WrittenPart(
         whole=packed(msgspec.msgpack.encode(whole)),
         table=packed(msgspec.msgpack.encode(table)),
         rows=packed(np.array(rows, dtype="<u4").tobytes()),
@@ -87,7 +87,7 @@ def entries_of(data: bytes) -> list[TensorEntry]:
 class PartResults(Sequence[WriteResult]):
     """A part as the list of `WriteResult`s that the storage interface speaks of, made when they are asked for."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: WrittenPart) -> None:
         self.part = part
 
     def encode(self) -> bytes:
@@ -97,7 +97,7 @@ class PartResults(Sequence[WriteResult]):
     @staticmethod
     def decode(data: bytes) -> PartResults:
         """The inverse of `encode`."""
-        return PartResults(msgspec.msgpack.decode(data, type=Part))
+        return PartResults(msgspec.msgpack.decode(data, type=WrittenPart))
 
     @property
     def nbytes(self) -> int:

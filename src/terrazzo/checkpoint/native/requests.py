@@ -22,7 +22,7 @@ from terrazzo.checkpoint.native.finding import gone, room_for
 from terrazzo.checkpoint.native.format import checksum, decode_frame
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import FileEntry
-from terrazzo.checkpoint.native.spans import Span, StoredChunk, Wanted, spans
+from terrazzo.checkpoint.native.spans import Span, StoredChunk, WantedBox, spans
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout.box import Box
@@ -43,7 +43,7 @@ class _Filling(msgspec.Struct, eq=False):
     chunk: StoredChunk | None = None  # if it gets all bytes of a chunk whose CRC-32 is known
 
 
-class _Run(msgspec.Struct, eq=False):
+class _FileRun(msgspec.Struct, eq=False):
     """Bytes of a file on their way into `memory`: those of a chunk from `low` on, or (without a chunk) the header."""
 
     file: FileEntry
@@ -78,7 +78,7 @@ class _Buffer:
 class _Batch(msgspec.Struct, eq=False):
     """What one request brings: its runs, the buffer that some of them are read into, and its checks, if any."""
 
-    runs: list[_Run]
+    runs: list[_FileRun]
     buffer: _Buffer | None
     checks: Generator[bool, int, None] | None
 
@@ -100,7 +100,7 @@ class Requests:
         self._skipped = memoryview(bytearray(self._gap))  # memory for the bytes between runs, which are discarded
         self.bytes_read = 0
 
-    def read(self, wanted: Iterable[Wanted]) -> None:
+    def read(self, wanted: Iterable[WantedBox]) -> None:
         """Read what is wanted, sorted by file and by offset in the file."""
         for request in self._carried_out(self._requests(self._runs(wanted))):
             batch: _Batch = request.owner
@@ -152,7 +152,7 @@ class Requests:
 
     # ------------------------------------------------- from what is wanted to requests
 
-    def _runs(self, wanted: Iterable[Wanted]) -> Iterator[_Run]:
+    def _runs(self, wanted: Iterable[WantedBox]) -> Iterator[_FileRun]:
         file = None
         for want in wanted:
             chunk = want.chunk
@@ -178,7 +178,7 @@ class Requests:
                 if chunk.crc and first.high - first.low == chunk.nbytes:
                     filling.chunk = chunk
                 if first.high - first.low <= self._step:
-                    yield _Run(file, chunk.start + first.low, len(memory), chunk, first.low, filling, memory)
+                    yield _FileRun(file, chunk.start + first.low, len(memory), chunk, first.low, filling, memory)
                 else:
                     yield from self._in_place(chunk, first, memory, filling)
                 continue
@@ -189,9 +189,9 @@ class Requests:
             for span in places:
                 part = span.inside if len(places) > 1 else None
                 start, nbytes = chunk.start + span.low, span.high - span.low
-                yield _Run(file, start, nbytes, chunk, span.low, filling, None, span, part)
+                yield _FileRun(file, start, nbytes, chunk, span.low, filling, None, span, part)
 
-    def _compressed(self, want: Wanted) -> Iterator[_Run]:
+    def _compressed(self, want: WantedBox) -> Iterator[_FileRun]:
         """Runs of the blocks that have elements of the box; each is read as it is stored."""
         chunk = want.chunk
         count = -(-chunk.nbytes // chunk.block)
@@ -204,7 +204,7 @@ class Requests:
             begin = int(ends[first] - frames[first])
             size = int(ends[last - 1]) - begin
             stored = room_for(self._store, chunk.file.name, size)
-            yield _Run(
+            yield _FileRun(
                 chunk.file,
                 chunk.start + begin,
                 size,
@@ -217,14 +217,14 @@ class Requests:
                 frames[first:last],
             )
 
-    def _in_place(self, chunk: StoredChunk, span: Span, memory: memoryview, filling: _Filling) -> Iterator[_Run]:
+    def _in_place(self, chunk: StoredChunk, span: Span, memory: memoryview, filling: _Filling) -> Iterator[_FileRun]:
         """Runs that are read where they belong; a large one in steps."""
         step = max(self._step // chunk.block, 1) * chunk.block
         starts = range(0, max(len(memory), 1), step)
         filling.left = len(starts)
         for start in starts:
             low, piece = span.low + start, memory[start : start + step]
-            yield _Run(chunk.file, chunk.start + low, len(piece), chunk, low, filling, piece)
+            yield _FileRun(chunk.file, chunk.start + low, len(piece), chunk, low, filling, piece)
 
     def _spans_of(
         self, chunk: StoredChunk, offsets: Sequence[int], lengths: Sequence[int], block: int = 0
@@ -249,7 +249,7 @@ class Requests:
             self._spans[key] = found
         return found
 
-    def _file_checks(self, file: FileEntry) -> Iterator[_Run]:
+    def _file_checks(self, file: FileEntry) -> Iterator[_FileRun]:
         if self._store.caps.in_place:  # asking for the size costs next to nothing
             try:
                 size = self._store.stat(file.name).size
@@ -260,12 +260,12 @@ class Requests:
                     f"{self._store.location}/{file.name} has {size} bytes, it was written with {file.size}"
                 )
         if self._verify:
-            yield _Run(file, 0, file.header_size, memory=room_for(self._store, file.name, file.header_size))
+            yield _FileRun(file, 0, file.header_size, memory=room_for(self._store, file.name, file.header_size))
         self._checked.add(file.name)
 
-    def _requests(self, runs: Iterable[_Run]) -> Iterator[Request]:
+    def _requests(self, runs: Iterable[_FileRun]) -> Iterator[Request]:
         """Runs that are near one another in a file, together."""
-        batch: list[_Run] = []
+        batch: list[_FileRun] = []
         end, limit = 0, self._direct_limit
         for run in runs:
             in_place = run.memory is not None and run.frames is None
@@ -287,7 +287,7 @@ class Requests:
         if batch:
             yield self._request(batch)
 
-    def _request(self, runs: list[_Run]) -> Request:
+    def _request(self, runs: list[_FileRun]) -> Request:
         buffers = []
         buffer, used = None, 0
         room = sum([run.nbytes + _ALIGNMENT for run in runs if run.memory is None])
@@ -319,7 +319,7 @@ class Requests:
 
     # ------------------------------------------------- when they are there
 
-    def _checks(self, runs: list[_Run]) -> Generator[bool, int, None]:
+    def _checks(self, runs: list[_FileRun]) -> Generator[bool, int, None]:
         """Compare the blocks of a request with their checksums, as they arrive.
 
         `send` takes how many bytes are there, and returns whether all blocks have been compared. A run begins at a
@@ -357,7 +357,7 @@ class Requests:
         while True:
             yield True
 
-    def _damage(self, run: _Run, chunk: StoredChunk, start: int, nbytes: int) -> CheckpointCorruptError:
+    def _damage(self, run: _FileRun, chunk: StoredChunk, start: int, nbytes: int) -> CheckpointCorruptError:
         begin = run.start + start
         return CheckpointCorruptError(
             f"{chunk.name!r}: bytes {begin} to {begin + nbytes} of {self._store.location}/{run.file.name} are not what "
@@ -373,7 +373,7 @@ class Requests:
             )
 
 
-def _ends_of_blocks(run: _Run, chunk: StoredChunk) -> Iterable[int]:
+def _ends_of_blocks(run: _FileRun, chunk: StoredChunk) -> Iterable[int]:
     """Where the blocks of a run end in its memory."""
     if run.frames is not None:
         ends: list[int] = np.cumsum(run.frames).tolist()
@@ -381,7 +381,7 @@ def _ends_of_blocks(run: _Run, chunk: StoredChunk) -> Iterable[int]:
     return chain(range(chunk.block, run.nbytes, chunk.block), (run.nbytes,))
 
 
-def _decompress(run: _Run) -> None:
+def _decompress(run: _FileRun) -> None:
     chunk, span, stored = run.chunk, run.span, run.memory
     assert chunk is not None and span is not None and stored is not None
     raw = _Buffer(span.high - span.low)
@@ -393,7 +393,7 @@ def _decompress(run: _Run) -> None:
     run.staged = _elements(raw.elements(chunk.dtype), 0, span, chunk.itemsize)
 
 
-def _of_one_kind(filling: _Filling, run: _Run, staged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_one_kind(filling: _Filling, run: _FileRun, staged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What a run fills, and its elements, in dtypes that torch can copy."""
     target = filling.target if run.part is None else filling.target[run.part.slices()]
     if target.dtype in OPAQUE or staged.dtype in OPAQUE:

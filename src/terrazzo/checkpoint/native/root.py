@@ -70,7 +70,7 @@ class PartEntry(msgspec.Struct, array_like=True, frozen=True):
     index: bytes = b""
 
 
-class StoredTensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class RootTensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A tensor (or with another kind, the bytes of an object): its chunks, and which parts have them."""
 
     name: str
@@ -90,7 +90,7 @@ class RootHead(msgspec.Struct, frozen=True):
     ranks: int
     features: list[str]  # the features that a reader must know
     parts: list[PartEntry]
-    tensors: list[StoredTensor]
+    tensors: list[RootTensor]
     layouts: list[tuple[int, ...] | bytes]  # the steps of a grid, or all boxes
     owners: list[bytes]  # the part of each chunk
     objects: list[ObjectEntry]
@@ -179,7 +179,7 @@ class Root:
         return [name for part in self.head.parts for name in part_files(part)]
 
     @cached_property
-    def tensors(self) -> dict[str, StoredTensor]:
+    def tensors(self) -> dict[str, RootTensor]:
         """The tensors, and the objects kept in data files, by name."""
         return {tensor.name: tensor for tensor in self.head.tensors}
 
@@ -219,7 +219,7 @@ class Root:
     def _tables(self) -> dict[tuple[int, tuple[int, ...]], Chunks]:
         return {}
 
-    def chunks(self, tensor: StoredTensor) -> Chunks:
+    def chunks(self, tensor: RootTensor) -> Chunks:
         """The chunks of a tensor, which tensors of one shape and layout share."""
         key = (tensor.layout, tensor.shape)
         found = self._tables.get(key)
@@ -230,7 +230,7 @@ class Root:
             self._tables[key] = found
         return found
 
-    def _chunk_table(self, tensor: StoredTensor) -> Chunks:
+    def _chunk_table(self, tensor: RootTensor) -> Chunks:
         layout, ndim = self.head.layouts[tensor.layout], len(tensor.shape)
         if isinstance(layout, tuple):
             if len(layout) != ndim or min(layout, default=1) < 1:  # the shape has been checked

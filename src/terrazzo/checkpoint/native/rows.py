@@ -132,7 +132,7 @@ class ReadPlan(msgspec.Struct, frozen=True):
     values: Sequence[tuple[str, str]] = ()
 
 
-class Receiver(Protocol):
+class ValueReceiver(Protocol):
     """What a load gives the values that it has read: the planner."""
 
     @property

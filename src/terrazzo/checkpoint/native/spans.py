@@ -46,7 +46,7 @@ class StoredChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
         return itemsize_of(self.dtype)
 
 
-class Wanted(msgspec.Struct, eq=False, gc=False):
+class WantedBox(msgspec.Struct, eq=False, gc=False):
     """A box of a stored chunk that is to be read, and the memory that it fills.
 
     Where many tensors ask, `number` says which of them does, and `part` what of it this is, unless it is all.
@@ -59,7 +59,7 @@ class Wanted(msgspec.Struct, eq=False, gc=False):
     part: Box | None = None
     memory: Any = None  # a tensor of these lengths, set before it is read
 
-    def of(self, tensor: Any) -> Wanted:
+    def of(self, tensor: Any) -> WantedBox:
         """The same, that fills its part of a tensor."""
         self.memory = tensor if self.part is None else tensor[self.part.slices()]
         return self

@@ -14,7 +14,7 @@ import numpy as np
 from terrazzo.checkpoint.native.commit import read_manifest
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
-from terrazzo.checkpoint.native.index import RAW, Rows
+from terrazzo.checkpoint.native.index import RAW, IndexRows
 from terrazzo.checkpoint.native.root import FileEntry, Root
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
@@ -70,7 +70,7 @@ def _files(manifest: Root) -> list[FileEntry]:
     return list({file.name: file for part in manifest.head.parts for file in part.files}.values())
 
 
-class _Chunks(msgspec.Struct, frozen=True, eq=False):
+class _FileChunks(msgspec.Struct, frozen=True, eq=False):
     """Chunks of one data file as columns: where each begins, its blocks' sizes and checksums one after the other."""
 
     names: list[str]
@@ -80,9 +80,9 @@ class _Chunks(msgspec.Struct, frozen=True, eq=False):
     sums: Array
 
 
-def _stored(manifest: Root, store: Store, damage: list[Damage]) -> dict[str, list[_Chunks]]:
+def _stored(manifest: Root, store: Store, damage: list[Damage]) -> dict[str, list[_FileChunks]]:
     """All chunks, by file; an index that cannot be read is damage. Raises unless each tensor's chunks make it up."""
-    found: dict[str, list[_Chunks]] = defaultdict(list)
+    found: dict[str, list[_FileChunks]] = defaultdict(list)
     indexes = PartIndexes(manifest, store)
     elements = np.zeros(len(manifest.head.tensors), dtype=np.int64)
     for part, entry in enumerate(manifest.head.parts):
@@ -105,7 +105,7 @@ def _stored(manifest: Root, store: Store, damage: list[Damage]) -> dict[str, lis
     return found
 
 
-def _of_rows(rows: Rows, numbers: Array, names: list[str]) -> _Chunks:
+def _of_rows(rows: IndexRows, numbers: Array, names: list[str]) -> _FileChunks:
     """The chunks in these rows of an index."""
     counts = rows.block_counts()[numbers]
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)  # which block of its chunk
@@ -115,7 +115,7 @@ def _of_rows(rows: Rows, numbers: Array, names: list[str]) -> _Chunks:
     frames = (np.repeat(rows.first_frame[numbers], counts) + within)[framed]
     sizes[framed] = rows.frames[frames]
     sums = rows.sums[np.repeat(rows.first_sum[numbers], counts) + within]
-    return _Chunks(names, rows.starts[numbers].astype(np.int64), counts, sizes, sums)
+    return _FileChunks(names, rows.starts[numbers].astype(np.int64), counts, sizes, sums)
 
 
 class _Blocks(msgspec.Struct, frozen=True, eq=False):
@@ -134,7 +134,7 @@ class _Blocks(msgspec.Struct, frozen=True, eq=False):
             yield self.names[chunk], int(self.starts[blocks[0]]), int(self.ends[blocks[-1]])
 
 
-def _joined(stored: Sequence[_Chunks]) -> _Blocks:
+def _joined(stored: Sequence[_FileChunks]) -> _Blocks:
     """All chunks of a file. Tensors that share one chunk have its blocks once."""
     none = np.empty(0, np.int64)
     counts = np.concatenate([none, *(each.counts for each in stored)])

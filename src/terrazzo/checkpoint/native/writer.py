@@ -15,7 +15,7 @@ import numpy as np
 import terrazzo
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.native import objects
-from terrazzo.checkpoint.native.datafile import FileLayout, file_header, lay_out, row_major_windows
+from terrazzo.checkpoint.native.datafile import DataFileLayout, file_header, lay_out, row_major_windows
 from terrazzo.checkpoint.native.format import (
     FRAME,
     INLINE_INDEX,
@@ -25,9 +25,9 @@ from terrazzo.checkpoint.native.format import (
     index_name,
     save_of,
 )
-from terrazzo.checkpoint.native.index import ZSTD, Rows, encode_index, name_hash
-from terrazzo.checkpoint.native.merging import About, merge
-from terrazzo.checkpoint.native.parts import Part, make_part
+from terrazzo.checkpoint.native.index import ZSTD, IndexRows, encode_index, name_hash
+from terrazzo.checkpoint.native.merging import SaveFacts, merge
+from terrazzo.checkpoint.native.parts import WrittenPart, make_part
 from terrazzo.checkpoint.native.pump import Pump
 from terrazzo.checkpoint.native.reusing import Reused, find_unchanged, stored_numbers
 from terrazzo.checkpoint.native.root import TENSOR, FileEntry, ObjectEntry, PartEntry, Root
@@ -65,7 +65,7 @@ def write_part(
     files: FilesOfRank,
     options: WriteOptions,
     base: Store | None = None,
-) -> Part:
+) -> WrittenPart:
     """Write all rows, durably; if that fails, leave nothing behind.
 
     What is in the checkpoint `base` already is not written again.
@@ -255,7 +255,7 @@ class _WrittenFile:
 def _write_file(
     store: Store,
     name: str,
-    layout: FileLayout,
+    layout: DataFileLayout,
     options: WriteOptions,
     files: FilesOfRank,
     unfinished: list[Upload] | None = None,
@@ -299,12 +299,12 @@ def _write_file(
     return written
 
 
-def _rows(files: Sequence[_WrittenFile]) -> Rows:
+def _rows(files: Sequence[_WrittenFile]) -> IndexRows:
     """The rows of these files as the columns of an index."""
     rows = [row for file in files for row in file.rows]
     forms = [row.form for row in rows]
     hashes = {name: name_hash(name) for name in dict.fromkeys(row.name for row in rows)}
-    return Rows(
+    return IndexRows(
         hashes=np.array([hashes[row.name] for row in rows], dtype=np.uint64),
         starts=np.array([start for file in files for start in file.starts], dtype=np.uint64),
         nbytes=np.array([form.nbytes for form in forms], dtype=np.uint64),
@@ -318,7 +318,7 @@ def _rows(files: Sequence[_WrittenFile]) -> Rows:
     )
 
 
-def _segments(layout: FileLayout, threads: int) -> list[slice]:
+def _segments(layout: DataFileLayout, threads: int) -> list[slice]:
     """Runs of rows of about equal bytes, one for each thread."""
     bounds = [0]
     for part in range(1, threads):
@@ -333,7 +333,7 @@ def _segments(layout: FileLayout, threads: int) -> list[slice]:
 
 def commit(
     store: Store,
-    parts: Sequence[Part],
+    parts: Sequence[WrittenPart],
     save_id: str,
     planner_data: Any,
     put: Callable[[bytes], object],
@@ -346,7 +346,7 @@ def commit(
     """
     paths = planner_data if _are_paths(planner_data) else {}
     extra = None if planner_data is None or _are_paths(planner_data) else objects.encode(planner_data)
-    about = About(save_id, time.time(), f"terrazzo {terrazzo.__version__}", paths, extra, features)
+    about = SaveFacts(save_id, time.time(), f"terrazzo {terrazzo.__version__}", paths, extra, features)
     data = merge(parts, about)
     root = Root(data, store.location)
     entries = store.list()

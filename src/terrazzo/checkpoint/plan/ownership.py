@@ -69,7 +69,7 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
 
 
 @dataclass(slots=True)
-class _Group:
+class _SameHolders:
     holders: tuple[int, ...] | None
     claims: list[Claim] = field(default_factory=list)
 
@@ -98,11 +98,11 @@ class Negotiation:
         self.claims = claims
         self.rank = rank
         self._world = world
-        self._groups: dict[tuple[int, ...] | None, _Group] = {}
+        self._groups: dict[tuple[int, ...] | None, _SameHolders] = {}
         self._unsure: Sequence[int] = ()
         for claim in claims:
             if claim.holders != (rank,):
-                self._groups.setdefault(claim.holders, _Group(claim.holders)).claims.append(claim)
+                self._groups.setdefault(claim.holders, _SameHolders(claim.holders)).claims.append(claim)
 
     def notes(self) -> list[Note]:
         """The notes to send to the coordinator."""
@@ -123,7 +123,7 @@ class Negotiation:
         holders = {}
         if unsure:
             claims = self._claims_of(unsure)
-            found = msgspec.msgpack.decode(answer, type=_Answer)
+            found = msgspec.msgpack.decode(answer, type=_FoundHolders)
             divergent = [c for c, bad in zip(claims, found.divergent, strict=True) if bad]
             refused = [claim.name for claim in divergent if not claim.lenient]
             if refused:
@@ -138,7 +138,7 @@ class Negotiation:
             for claim in self.claims
         ]
 
-    def shares(self, holders: Sequence[tuple[int, ...]], *, split_from: int, lowest_rank: bool) -> list[Share]:
+    def shares(self, holders: Sequence[tuple[int, ...]], *, split_from: int, lowest_rank: bool) -> list[RowShare]:
         """This rank's part, after `settled`."""
         ties = self.ties()
         return assign(self.claims, holders, self.rank, split_from=split_from, lowest_rank=lowest_rank, ties=ties)
@@ -159,7 +159,7 @@ class Negotiation:
         return [c for holders, group in self._groups.items() if _group_id(holders) in unsure for c in group.claims]
 
 
-class _Answer(msgspec.Struct, array_like=True, frozen=True):
+class _FoundHolders(msgspec.Struct, array_like=True, frozen=True):
     """The holders of a rank's claims: for each the number of a set of ranks, and whether their values differ."""
 
     sets: list[tuple[int, ...]]
@@ -202,7 +202,9 @@ def answers(numbers: Sequence[bytes]) -> list[bytes]:
         own = which[start : start + len(table)].tolist()
         start += len(table)
         used = {number: place for place, number in enumerate(dict.fromkeys(of_identity[i] for i in own))}
-        answer = _Answer([listed[n] for n in used], [used[of_identity[i]] for i in own], [divergent[i] for i in own])
+        answer = _FoundHolders(
+            [listed[n] for n in used], [used[of_identity[i]] for i in own], [divergent[i] for i in own]
+        )
         replies.append(msgspec.msgpack.encode(answer))
     return replies
 
@@ -238,7 +240,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_NAMED])) + more
 
 
-class Share(msgspec.Struct, frozen=True):
+class RowShare(msgspec.Struct, frozen=True):
     """This rank's part in a claim: `index` of `parts` equal parts."""
 
     claim: int
@@ -254,19 +256,19 @@ def assign(
     split_from: int,
     lowest_rank: bool,
     ties: Mapping[int, int] | None = None,
-) -> list[Share]:
+) -> list[RowShare]:
     """What this rank writes. Every holder of a claim computes the same, without communication.
 
     Claims of at least `split_from` bytes are split among all holders; the others go, largest first, to the
     holder that has least so far. With `lowest_rank`, each goes to its lowest holder. With `ties`, a claim goes where
     the one goes that it is tied to.
     """
-    shares: list[Share] = []
+    shares: list[RowShare] = []
     shared: dict[tuple[int, ...], list[int]] = {}
     for index, ranks in enumerate(holders):
         if len(ranks) == 1 or lowest_rank or claims[index].lowest:
             if ranks[0] == rank:
-                shares.append(Share(index))
+                shares.append(RowShare(index))
         else:
             shared.setdefault(ranks, []).append(index)
     for ranks, indices in shared.items():
@@ -278,7 +280,7 @@ def assign(
         for index in indices:
             nbytes = claims[index].nbytes
             if nbytes >= split_from:
-                shares.append(Share(index, ranks.index(rank), len(ranks)))
+                shares.append(RowShare(index, ranks.index(rank), len(ranks)))
             elif ties and ties.get(index) in together:
                 follow.append(index)
             else:
@@ -286,12 +288,12 @@ def assign(
                 heapq.heapreplace(loads, (load + nbytes, holder))
                 if holder == rank:
                     mine.add(index)
-                    shares.append(Share(index))
-        shares += [Share(index) for index in follow if ties and ties[index] in mine]
+                    shares.append(RowShare(index))
+        shares += [RowShare(index) for index in follow if ties and ties[index] in mine]
     return shares
 
 
-class Held:
+class Agreement:
     """Everything that a rank holds, and its side of the agreement on which rank writes what.
 
     `claimed` are the numbers of the rows that other ranks may hold, too, in the order of the negotiation's claims; the
@@ -329,7 +331,7 @@ class Held:
         return found
 
 
-def _part_of(row: Row, share: Share) -> list[Row]:
+def _part_of(row: Row, share: RowShare) -> list[Row]:
     if row.kind != TENSOR:
         raise CheckpointError(f"{row.name!r}: only tensors can be split among ranks")
     form = row.form

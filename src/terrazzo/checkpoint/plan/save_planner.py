@@ -33,7 +33,7 @@ from terrazzo.checkpoint.native.root import TENSOR, TYPED
 from terrazzo.checkpoint.native.rows import Form, Row, form_of, object_row
 from terrazzo.checkpoint.plan.flatten import PerRank, flatten_state_dict, matches_any, name_on_rank, paths_to_store
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache, deduplicated, merged_metadata
-from terrazzo.checkpoint.plan.ownership import Claim, Held, Negotiation, digests_of_tensors
+from terrazzo.checkpoint.plan.ownership import Agreement, Claim, Negotiation, digests_of_tensors
 from terrazzo.checkpoint.plan.sharded import (
     OWN_MEMORY,
     Holders,
@@ -163,14 +163,14 @@ class DefaultSavePlanner(SavePlanner):
         }
         return SavePlan(items, planner_data=paths)
 
-    def hold(self) -> Held | None:
+    def hold(self) -> Agreement | None:
         """What this rank could write as rows; None if a subclass makes, sees or changes items."""
         kind, own = type(self), vars(self)
         if any(getattr(kind, name) is not getattr(DefaultSavePlanner, name) or name in own for name in _SEES_ITEMS):
             return None
         return self._agreeing(*self._all_held())
 
-    def hold_items(self, plan: SavePlan) -> Held:
+    def hold_items(self, plan: SavePlan) -> Agreement:
         """The same of a plan's items, which a subclass may have made or changed; `items_of` is the way back."""
         rows: list[Row] = []
         forms: dict[int, Form] = {}  # by description, which many items share
@@ -188,7 +188,7 @@ class DefaultSavePlanner(SavePlanner):
             rows.append(Row(item.index.fqn, form, value, kind, holders, number, tied))
         return self._agreeing(rows, None)
 
-    def _agreeing(self, rows: list[Row], paths: dict[str, tuple[Any, ...]] | None) -> Held:
+    def _agreeing(self, rows: list[Row], paths: dict[str, tuple[Any, ...]] | None) -> Agreement:
         """Rows whose keys are their numbers, and this rank's side of the agreement on who writes them."""
         claimed = [number for number, row in enumerate(rows) if row.holders != (self.rank,)]
         places = {number: place for place, number in enumerate(claimed)}
@@ -198,7 +198,7 @@ class DefaultSavePlanner(SavePlanner):
             first: Any = rows[number].tied
             if first in places:
                 claims[place] = msgspec.structs.replace(claims[place], tied=claims[places[first]].identity)
-        return Held(
+        return Agreement(
             rows,
             claimed,
             Negotiation(claims, self.rank, len(self.ranks)),

@@ -134,7 +134,7 @@ def _reduced(error: Any) -> tuple[Any, ...]:
     return _made, (*error._told, None)
 
 
-class _Message(msgspec.Struct, array_like=True, frozen=True):
+class _StepResult(msgspec.Struct, array_like=True, frozen=True):
     data: bytes
     failures: list[Failure]
     discard: bool = True  # whether the checkpoint is certainly not committed, so that its files can be removed
@@ -142,7 +142,7 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Message).decode
+_decode = msgspec.msgpack.Decoder(_StepResult).decode
 
 
 class StepFailed(Exception):
@@ -224,20 +224,20 @@ class Team:
 
     # -------------------------------------------------------------- one step
 
-    def _run(self, step: Callable[[], bytes]) -> tuple[_Message, BaseException | None]:
+    def _run(self, step: Callable[[], bytes]) -> tuple[_StepResult, BaseException | None]:
         """A step's result on this rank, or its failure; also of interrupts, because other ranks wait for this one."""
         try:
-            return _Message(step(), []), None
+            return _StepResult(step(), []), None
         except BaseException as error:  # noqa: B036  # `_received` raises it again
-            return _Message(b"", [failure_of(error, self.global_rank)]), error
+            return _StepResult(b"", [failure_of(error, self.global_rank)]), error
 
     def _combined(
         self,
-        own: _Message,
+        own: _StepResult,
         error: BaseException | None,
         combine: Callable[[list[bytes]], list[bytes]],
         discard_if_combine_fails: Callable[[], bool],
-    ) -> tuple[list[_Message], BaseException | None]:
+    ) -> tuple[list[_StepResult], BaseException | None]:
         """On the coordinator a message for each rank (or one for all), on the others none; and this rank's error."""
         messages = [own]
         if self.plane is not None:
@@ -247,14 +247,14 @@ class Team:
             messages = [_decode(data) for data in gathered]
         failures = [failure for message in messages for failure in message.failures]
         if failures:
-            return [_Message(b"", failures, doing=self.doing)] * len(self.ranks), error
+            return [_StepResult(b"", failures, doing=self.doing)] * len(self.ranks), error
         try:
-            return [_Message(answer, []) for answer in combine([message.data for message in messages])], None
+            return [_StepResult(answer, []) for answer in combine([message.data for message in messages])], None
         except BaseException as caught:  # noqa: B036  # `_received` raises it again
             failures = [failure_of(caught, self.global_rank)]
-            return [_Message(b"", failures, discard_if_combine_fails(), self.doing)] * len(self.ranks), caught
+            return [_StepResult(b"", failures, discard_if_combine_fails(), self.doing)] * len(self.ranks), caught
 
-    def _received(self, message: _Message, error: BaseException | None) -> bytes:
+    def _received(self, message: _StepResult, error: BaseException | None) -> bytes:
         if error is not None and not isinstance(error, Exception):
             raise error
         if message.failures:

@@ -23,7 +23,7 @@ import msgspec
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.native.root import Path
 from terrazzo.checkpoint.native.rows import Row
-from terrazzo.checkpoint.plan.ownership import Held, Note, answers, groups_unsure
+from terrazzo.checkpoint.plan.ownership import Agreement, Note, answers, groups_unsure
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import StepFailed, Team
@@ -56,7 +56,7 @@ class _Start(msgspec.Struct, array_like=True, frozen=True):
 class _Could:
     """What this rank could write; with the local plan, if planner or writer need items."""
 
-    held: Held | None = None
+    held: Agreement | None = None
     plan: SavePlan | None = None
 
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from terrazzo.checkpoint.metadata import Metadata
-from terrazzo.checkpoint.native.rows import ReadPlan, Receiver, Row
+from terrazzo.checkpoint.native.rows import ReadPlan, Row, ValueReceiver
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache
-from terrazzo.checkpoint.plan.ownership import Held
+from terrazzo.checkpoint.plan.ownership import Agreement
 from terrazzo.checkpoint.planner import LoadPlanner, SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
@@ -109,7 +109,7 @@ class ReaderSide:
         """The metadata of the checkpoint with this root; `read` then reads this checkpoint, not a later one."""
         raise CheckpointError("this storage reader has no root")
 
-    def read(self, plan: ReadPlan, receiver: Receiver) -> None:
+    def read(self, plan: ReadPlan, receiver: ValueReceiver) -> None:
         """Carry out a plan; called only if the reader `takes_read_plans`."""
         raise CheckpointError("this storage reader reads items")
 
@@ -128,11 +128,11 @@ class SavePlannerSide:
     def set_up_ranks(self, rank: int, ranks: tuple[int, ...]) -> None:
         """This rank's place in the group, and the global ranks of the group; before `set_up_planner`."""
 
-    def hold(self) -> Held | None:
+    def hold(self) -> Agreement | None:
         """What this rank could write as rows, instead of `create_local_plan`; None if this planner needs items."""
         return None
 
-    def hold_items(self, plan: SavePlan) -> Held | None:
+    def hold_items(self, plan: SavePlan) -> Agreement | None:
         """What this rank could write, from its local plan; None if only the coordinator can say what it writes."""
         return None
 

@@ -283,7 +283,7 @@ class DefaultStager:
         self._memory = HostMemory(shared=self._config.use_shared_memory)
 
 
-class Slot(msgspec.Struct, frozen=True, gc=False):
+class TensorSlot(msgspec.Struct, frozen=True, gc=False):
     """Where a plain tensor was, in a state dict that has been taken apart."""
 
     number: int
@@ -293,8 +293,8 @@ class Slot(msgspec.Struct, frozen=True, gc=False):
 class Skeleton:
     """A state dict that has been taken apart.
 
-    `values` have a `Slot` for each plain tensor, a `StagedTensor` for each distributed one, and copies of all other
-    values. `memory` is that of the `StagedTensor`s, which is still empty.
+    `values` have a `TensorSlot` for each plain tensor, a `StagedTensor` for each distributed one, and copies of all
+    other values. `memory` is that of the `StagedTensor`s, which is still empty.
     """
 
     values: STATE_DICT_TYPE
@@ -332,7 +332,7 @@ def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[S
         if isinstance(value, torch.Tensor):
             _explained(path, partial(check_storable, value))
             skeleton.has_slots = True
-            return Slot(keep(value.detach()))
+            return TensorSlot(keep(value.detach()))
         if type_check:
             _explained(path, partial(encode, value))
         return deepcopy(value)
@@ -346,7 +346,7 @@ def put_together(skeleton: Skeleton, tensors: Sequence[torch.Tensor]) -> STATE_D
     """The state dict that was taken apart, with these tensors. The skeleton is used up."""
 
     def leaf(path: tuple[Any, ...], value: Any) -> Any:
-        return tensors[value.number] if isinstance(value, Slot) else value
+        return tensors[value.number] if isinstance(value, TensorSlot) else value
 
     skeleton.memory[:] = tensors
     if not skeleton.has_slots:
@@ -355,7 +355,7 @@ def put_together(skeleton: Skeleton, tensors: Sequence[torch.Tensor]) -> STATE_D
     return whole
 
 
-_LEAVES: Final = (torch.Tensor, Slot, StagedTensor)  # most values are, so these are asked for first
+_LEAVES: Final = (torch.Tensor, TensorSlot, StagedTensor)  # most values are, so these are asked for first
 
 
 def _walk(path: tuple[Any, ...], value: Any, leaf: Callable[[tuple[Any, ...], Any], Any]) -> Any:

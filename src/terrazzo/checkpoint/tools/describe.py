@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from terrazzo.checkpoint.listing import Entry, Listing, corner
+from terrazzo.checkpoint.listing import Listed, Listing, corner
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.native.dtypes import listed
 from terrazzo.checkpoint.native.listing import about_save
@@ -23,16 +23,16 @@ class ReaderListing(Listing):
     >>> path = tempfile.mkdtemp()
     >>> _ = save({"w": torch.zeros(3, 4)}, checkpoint_id=path)
     >>> ReaderListing(Checkpoint(path)).entries["w"]
-    Entry(dtype='float32', shape=(3, 4), nbytes=48, parts=1)
+    Listed(dtype='float32', shape=(3, 4), nbytes=48, parts=1)
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
     @cached_property
-    def entries(self) -> Mapping[str, Entry]:
-        said: dict[int, Entry] = {}  # by the id of the reader's entry, which many names share
-        found: dict[str, Entry] = {}
+    def entries(self) -> Mapping[str, Listed]:
+        said: dict[int, Listed] = {}  # by the id of the reader's entry, which many names share
+        found: dict[str, Listed] = {}
         for name, about in dict(self._checkpoint.metadata.state_dict_metadata.items()).items():
             entry = said.get(id(about))
             if entry is None:
@@ -40,12 +40,12 @@ class ReaderListing(Listing):
             found[name] = entry
         return found
 
-    def _entry(self, about: Any) -> Entry:
+    def _entry(self, about: Any) -> Listed:
         if not isinstance(about, TensorStorageMetadata):
-            return Entry()
+            return Listed()
         dtype = about.properties.dtype
         nbytes = about.size.numel() * dtype.itemsize
-        return Entry(str(dtype).removeprefix("torch."), tuple(about.size), nbytes, len(about.chunks))
+        return Listed(str(dtype).removeprefix("torch."), tuple(about.size), nbytes, len(about.chunks))
 
     def about(self) -> dict[str, Any]:
         manifest = self._checkpoint.metadata.storage_data

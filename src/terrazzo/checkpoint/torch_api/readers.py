@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from terrazzo.checkpoint.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
 from terrazzo.checkpoint.native.chunks import complete_parts
-from terrazzo.checkpoint.native.rows import ReadPlan, Receiver, Target
+from terrazzo.checkpoint.native.rows import ReadPlan, Target, ValueReceiver
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.torch_api.items import AT_ONCE, fill_items, items_of, value_item
@@ -68,7 +68,7 @@ class TargetReader(StorageReader):
         return plans
 
     @torch.no_grad()
-    def read(self, plan: ReadPlan, receiver: Receiver) -> None:
+    def read(self, plan: ReadPlan, receiver: ValueReceiver) -> None:
         """Carry out a plan in the library's own form."""
         found = self.values([source for _, source in plan.values], receiver.allow_pickle)
         for (name, _), value in zip(plan.values, found, strict=True):

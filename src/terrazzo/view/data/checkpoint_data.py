@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 from terrazzo.checkpoint import Checkpoint
-from terrazzo.checkpoint.listing import Entry, Listing, in_order
+from terrazzo.checkpoint.listing import Listed, Listing, in_order
 from terrazzo.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from terrazzo.checkpoint.native.chunks import Chunks, GridChunks
 from terrazzo.checkpoint.native.contents import table_of
@@ -83,7 +83,7 @@ class _Numbered:
         return number
 
 
-def _kind(listed: Entry, entry: Any) -> tuple[Hashable, dict[str, Any]]:
+def _kind(listed: Listed, entry: Any) -> tuple[Hashable, dict[str, Any]]:
     about_it = listed.row("")
     del about_it["name"]
     if not isinstance(entry, TensorStorageMetadata):
