@@ -227,8 +227,6 @@ class NativeReader(TargetReader):
         self._manifest = committed_manifest(self.store)
         return self._described()
 
-    takes_roots = True
-
     def root(self) -> bytes:
         """The root of the checkpoint that is there now, for `use_root` of readers on other ranks."""
         self.read_metadata()

@@ -267,10 +267,6 @@ class DefaultLoadPlanner(LoadPlanner):
         """The local tensor behind an index of this planner's plan."""
         return self._targets[index]
 
-    def load_side(self) -> DefaultLoadPlanner:
-        """How a load uses this planner: see `run.sides`."""
-        return self
-
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """The part of the local tensor that an item fills."""
         if tensor.shape == read_item.lengths:

@@ -307,10 +307,6 @@ class DefaultSavePlanner(SavePlanner):
             and kind.transform_object is DefaultSavePlanner.transform_object
         )
 
-    def save_side(self) -> DefaultSavePlanner:
-        """How a save uses this planner: see `run.sides`."""
-        return self
-
     def _claim(self, row: Row) -> Claim:
         name, form = row.name, row.form
         if row.kind == TENSOR:

@@ -20,13 +20,16 @@ import msgspec
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.rows import ReadPlan
+from terrazzo.checkpoint.native.storage import NativeReader
+from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import StepFailed, Team, exception_of, failure_of
 from terrazzo.checkpoint.run.events import operation
 from terrazzo.checkpoint.run.once_per_node import Node, Passed, node_name
-from terrazzo.checkpoint.run.sides import LoadPlannerSide, ReaderSide, check_planner, load_side_of, side_of_reader
+from terrazzo.checkpoint.run.sides import check_planner
 from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.torch_api.readers import TargetReader
 from terrazzo.errors import CheckpointIOError, TerrazzoError
 
 
@@ -56,9 +59,7 @@ class LoadSession:
     checkpoint_id: Any
     wanted_together: bool = False
     once_per_node: bool = False
-    _planner_side: LoadPlannerSide | None = None
     _reader: StorageReader | None = None
-    _reader_side: ReaderSide | None = None
 
     @property
     def reader(self) -> StorageReader:
@@ -70,27 +71,13 @@ class LoadSession:
     @property
     def _is_collective(self) -> bool:
         """Whether the load is collective as far as is known without a look at the checkpoint."""
-        given = self.given_reader
-        alone = self._side.plans_alone and (given is None or side_of_reader(given).plans_alone)
+        alone = _plans_alone(self.planner) and (self.given_reader is None or _plans_alone(self.given_reader))
         return self.wanted_together or self.once_per_node or not alone
 
     @property
-    def _side(self) -> LoadPlannerSide:
-        """The planner, as the load uses it."""
-        if self._planner_side is None:
-            self._planner_side = load_side_of(self.planner)
-        return self._planner_side
-
-    @property
-    def _storage(self) -> ReaderSide:
-        """The reader, as the load uses it."""
-        if self._reader_side is None:
-            self._reader_side = side_of_reader(self.reader)
-        return self._reader_side
-
-    @property
-    def _plans_alone(self) -> bool:
-        return self._side.plans_alone and self._storage.plans_alone
+    def _own(self) -> DefaultLoadPlanner | None:
+        """The planner, if it is the library's or built on it."""
+        return self.planner if isinstance(self.planner, DefaultLoadPlanner) else None
 
     def run(
         self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None] = lambda _: None
@@ -100,14 +87,15 @@ class LoadSession:
             try:
                 self._run(state_dict, give_back)
             finally:
-                self._side.forget()
-            event.bytes = self._storage.bytes_read
+                if self._own is not None:
+                    self._own.forget()
+            event.bytes = getattr(self.reader, "bytes_read", 0)
 
     def _run(self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
         collective = self._is_collective
         if not collective:
             with self._explained():
-                collective = not self._storage.plans_alone
+                collective = not _plans_alone(self.reader)
         if not collective:
             with self._explained():
                 values = state_dict()
@@ -135,8 +123,13 @@ class LoadSession:
 
     def _set_up(self, state_dict: STATE_DICT_TYPE, root: bytes | None) -> None:
         check_planner(self.planner)
-        metadata = self.reader.read_metadata() if root is None else self._storage.use_root(root)
-        self._side.set_up_ranks(self.team.rank, self.team.ranks)
+        reader = self.reader
+        if root is not None and isinstance(reader, NativeReader):
+            metadata = reader.use_root(root)
+        else:
+            metadata = reader.read_metadata()
+        if self._own is not None:
+            self._own.set_up_ranks(self.team.rank, self.team.ranks)
         self.planner.set_up_planner(state_dict, metadata, self.team.is_coordinator)
         self.reader.set_up_storage_reader(metadata, self.team.is_coordinator)
 
@@ -146,22 +139,29 @@ class LoadSession:
 
     def _own_plan(self) -> ReadPlan | None:
         """This rank's plan in the library's own form; None if planner or reader need PyTorch's items."""
-        return self._side.read_plan() if self._storage.takes_read_plans else None
+        takes = isinstance(self.reader, TargetReader) and self.reader.takes_read_plans
+        return self._own.read_plan() if takes and self._own is not None else None
 
     def _read_alone(self, state_dict: STATE_DICT_TYPE, root: bytes | None = None) -> None:
         """Plan and read, without communication."""
         self._set_up(state_dict, root)
         own = self._own_plan()
+        self._read(own)
+
+    def _read(self, own: ReadPlan | None) -> None:
         if own is None:
             self._read_items(self._items())
-        else:
-            self._storage.read(own, self._side)
+            return
+        reader, planner = self.reader, self._own
+        assert isinstance(reader, TargetReader) and planner is not None
+        reader.read(own, planner)
 
     def _read_items(self, plan: LoadPlan) -> None:
         self.reader.read_data(self.planner.finish_plan(plan), self.planner).wait()
 
     def _finish(self, values: STATE_DICT_TYPE, give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
-        self._side.write_back()
+        if self._own is not None:
+            self._own.write_back()
         give_back(values)
 
     def _load_together(
@@ -223,10 +223,8 @@ class LoadSession:
 
         def read() -> None:
             assert node is not None
-            if own is None:  # a custom planner's tensors need not be those of the state dict
-                self._read_items(self._items())
-            else:
-                self._storage.read(node.own_part(own, passed), self._side)
+            # A custom planner's tensors need not be those of the state dict.
+            self._read(None if own is None else node.own_part(own, passed))
 
         def pass_on() -> None:
             assert node is not None
@@ -247,12 +245,19 @@ class LoadSession:
 
         def step() -> bytes:
             node = node_name() if self.once_per_node else ""
-            return msgspec.msgpack.encode((self._plans_alone, self._storage.takes_roots, node))
+            alone = _plans_alone(self.planner) and _plans_alone(self.reader)
+            return msgspec.msgpack.encode((alone, isinstance(self.reader, NativeReader), node))
 
         def combine(parts: list[bytes]) -> bytes:
             said = [msgspec.msgpack.decode(part, type=tuple[bool, bool, str]) for part in parts]
-            root = self._storage.root() if all(takes for _, takes, _ in said) else None
+            reader = self.reader
+            root = reader.root() if isinstance(reader, NativeReader) and all(takes for _, takes, _ in said) else None
             nodes = [node for _, _, node in said]
             return msgspec.msgpack.encode((all(alone for alone, _, _ in said), root, nodes, uuid.uuid4().hex))
 
         return msgspec.msgpack.decode(self.team.reduce(step, combine), type=tuple[bool, bytes | None, list[str], str])
+
+
+def _plans_alone(one: LoadPlanner | StorageReader) -> bool:
+    """Whether a planner or a reader has no global step."""
+    return bool(getattr(one, "plans_alone", False))

@@ -24,12 +24,13 @@ from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.native.root import Path
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.plan.ownership import Agreement, Note, answers, groups_unsure
+from terrazzo.checkpoint.plan.save_planner import DefaultSavePlanner
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import StepFailed, Team
 from terrazzo.checkpoint.run.events import LOGGER, Event, operation
 from terrazzo.checkpoint.run.locate import find_writer
-from terrazzo.checkpoint.run.sides import SavePlannerSide, WriterSide, check_planner, save_side_of, side_of_writer
+from terrazzo.checkpoint.run.sides import WriterSide, check_planner, side_of_writer
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import Store, store_at
 from terrazzo.errors import CheckpointError
@@ -72,7 +73,6 @@ class SaveSession:
     base: str | os.PathLike[str] | Store | None = None
     _writer: StorageWriter | None = None
     _side: WriterSide | None = None
-    _planner_side: SavePlannerSide | None = None
     _metadata: Metadata | None = None  # on the coordinator, when the checkpoint is committed
 
     def run(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> Metadata:
@@ -88,7 +88,8 @@ class SaveSession:
                     self._discard(self._side)
                 raise failed.error from failed.error.__cause__
             finally:
-                self.planner_side.forget()
+                if self._own is not None:
+                    self._own.forget()
 
     def _discard(self, side: WriterSide) -> None:
         try:
@@ -109,11 +110,9 @@ class SaveSession:
         return self._side
 
     @property
-    def planner_side(self) -> SavePlannerSide:
-        """The planner, as the save uses it."""
-        if self._planner_side is None:
-            self._planner_side = save_side_of(self.planner)
-        return self._planner_side
+    def _own(self) -> DefaultSavePlanner | None:
+        """The planner, if it is the library's or built on it; the plans of others go through the coordinator."""
+        return self.planner if isinstance(self.planner, DefaultSavePlanner) else None
 
     def _planned(
         self, state_dict: Callable[[], STATE_DICT_TYPE], event: Event
@@ -136,8 +135,8 @@ class SaveSession:
                 assert could.held is not None
                 rows = could.held.settled(could.held.negotiation.settled(start.unsure, answer))
                 plan, paths = could.plan, could.held.paths
-                if plan is not None:
-                    shared = replace(plan, items=self.planner_side.items_of(plan, rows))
+                if plan is not None and self._own is not None:
+                    shared = replace(plan, items=self._own.items_of(plan, rows))
                     plan = self.side.place(shared, start.save_id, self.team.rank)
                     paths = plan.planner_data
             with operation("write", self.checkpoint_id, self.team.global_rank) as written:
@@ -174,21 +173,23 @@ class SaveSession:
             self._side = side_of_writer(self._writer)
             if self.base is not None:
                 self._side.build_on(store_at(self.base) if isinstance(self.base, (str, os.PathLike)) else self.base)
-            self.planner_side.set_up_ranks(self.team.rank, self.team.ranks)
+            own = self._own
+            if own is not None:
+                own.set_up_ranks(self.team.rank, self.team.ranks)
             set_up_save_planner(self.planner, values, self.writer, self.team.is_coordinator)
             self.writer.set_up_storage_writer(self.team.is_coordinator)
             with operation("plan", self.checkpoint_id, self.team.rank) as event:
-                held = self.planner_side.hold() if self.side.takes_rows else None
+                held = own.hold() if own is not None and self.side.takes_rows else None
                 if held is not None:
                     could = _Could(held)
                     event.details["items"] = len(held)
                 else:
                     plan = self._items()
-                    could = _Could(self.planner_side.hold_items(plan), plan)
+                    could = _Could(None if own is None else own.hold_items(plan), plan)
                     event.details["items"] = len(plan.items)
-            cache = self.planner_side.plan_cache
+            cache = None if own is None else own.plan_cache
             hello = _Hello(
-                alone=self.planner_side.plans_alone and self.side.plans_alone,
+                alone=own is not None and own.plans_alone and self.side.plans_alone,
                 notes=could.held.negotiation.notes() if could.held is not None else [],
                 cache_token="" if cache is None or not self.team.is_coordinator else cache.token,
             )
@@ -206,7 +207,7 @@ class SaveSession:
 
     def _global_plan(self, could: _Could, coordinator_token: str) -> tuple[SavePlan, Metadata | None]:
         """This rank's part of a plan that the coordinator makes, and on the coordinator the metadata."""
-        cache = self.planner_side.plan_cache
+        cache = None if self._own is None else self._own.plan_cache
         metadata: Metadata | None = None
 
         def send() -> bytes:

@@ -31,7 +31,6 @@ class TargetReader(StorageReader):
     """
 
     plans_alone = True
-    takes_roots = False
     bytes_read = 0
     _table: Mapping[str, STORAGE_TYPES] | None = None  # what is stored
     _at_once: float = AT_ONCE  # bytes that are read together for PyTorch's items
@@ -49,10 +48,6 @@ class TargetReader(StorageReader):
         """Whether plans come in the library's own form: not if a subclass sees or changes PyTorch's."""
         kind, own = type(self), vars(self)
         return all(getattr(kind, name).__module__.startswith("terrazzo.") and name not in own for name in _SEES_PLANS)
-
-    def load_side(self) -> TargetReader:
-        """How a load uses this reader: see `run.sides`."""
-        return self
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._table = None
