@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
 
 import msgspec
 import torch
@@ -24,7 +23,6 @@ from terrazzo.checkpoint.native import marker
 from terrazzo.checkpoint.run.coordination import Failure, Team, with_plane
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.checkpoint.run.staging import HostMemory, Skeleton, carve, layout_of, put_together, take_apart
-from terrazzo.checkpoint.stores import Store
 from terrazzo.comm.addresses import own_address
 from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
 from terrazzo.comm.processes import host_identity
@@ -46,13 +44,8 @@ class Parcel:
 class _Order:
     """A message to the process: save this."""
 
-    planner: Any
-    writer: Any
-    checkpoint_id: Any
-    doing: str
+    session: SaveSession  # without connections
     limit: timedelta | None
-    store: Store | None
-    base: str | os.PathLike[str] | Store | None
     parcel: Parcel
     new_buffer: bool  # shared memory follows; if not, it is the same as last time
     marked: bool  # see native.marker
@@ -116,13 +109,8 @@ class ProcessSaver:
         """Send the process the staged state to save, and wait for the result."""
         buffer = self._memory.buffer
         order = _Order(
-            session.planner,
-            session.given_writer,
-            session.checkpoint_id,
-            session.team.doing,
+            replace(session, team=replace(session.team, plane=None)),
             None if session.team.plane is None else session.team.plane.timeout,
-            session.store,
-            session.base,
             parcel,
             buffer is not self._sent,
             marker.wanted(),
@@ -181,7 +169,7 @@ def _serve(
             buffer = connection.recv() if order.new_buffer else buffer
         except EOFError:
             break
-        connection.send_bytes(_outcome(order, buffer, rank, ranks, failed))
+        connection.send_bytes(_outcome(order, buffer, ranks, failed))
         if failed is not None:
             break  # the next save starts a new process
     if dist.is_initialized():
@@ -192,17 +180,14 @@ def _loopback_interface() -> str:
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
-def _outcome(
-    order: _Order, buffer: torch.Tensor | None, rank: int, ranks: tuple[int, ...], failed: BaseException | None
-) -> bytes:
+def _outcome(order: _Order, buffer: torch.Tensor | None, ranks: tuple[int, ...], failed: BaseException | None) -> bytes:
     """Save; returns the pickled metadata or the pickled error, for the pipe to the parent."""
     try:
         if failed is not None:
             raise failed
-        team = Team(rank, ranks, None, order.doing)
+        session = order.session
         if len(ranks) > 1:
-            team = with_plane(team, lambda: _plane_of(ranks, order.limit))
-        session = SaveSession(order.planner, order.writer, team, order.checkpoint_id, order.store, order.base)
+            session.team = with_plane(session.team, lambda: _plane_of(ranks, order.limit))
         with marker.as_told(order.marked):
             return pickle.dumps(session.run(lambda: _unpack(order.parcel, buffer)))
     except BaseException as error:
