@@ -16,10 +16,11 @@ MOST = {
     "Checker": 2,
     "Course": 3,
     "Executor": 6,
-    "ExtendedBucket": 10,
+    "ExtendedBucket": 5,
     "Faces": 3,
     "Gradients": 5,
     "Group": 6,
+    "Hooks": 4,  # what classes return; an object for each parameter
     "Kept": 1,
     "Options": 1,
     "ReturnableMemory": 1,
@@ -78,7 +79,7 @@ def test_few_fields_are_changed_after_construction():
     found = changed_fields(Path(terrazzo.fsdp.__file__).parent)
     more = {name: names for name, names in found.items() if len(names) > MOST.get(name, 0)}
     assert not more, "what can be a value, should be"
-    assert sum(map(len, found.values())) <= sum(MOST.values()) == 79
+    assert sum(map(len, found.values())) <= sum(MOST.values()) == 78
 
 
 def test_what_counts(tmp_path):

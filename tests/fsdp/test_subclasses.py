@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
+from fsdp.compare import Counted
 from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPError, FSDPValueError
-from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard
+from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard, report
 from terrazzo.tensor import Shard, init_device_mesh
 
 pytestmark = pytest.mark.on_late
@@ -202,6 +203,44 @@ def check_half_and_replicas() -> None:
 
 def test_half_precision_meta_device_and_replicas():
     run_ranks(4, check_half_and_replicas)
+
+
+def check_together() -> None:
+    """Those of small groups share a message, which is the same numbers as one message each; also when they part."""
+    mesh = init_device_mesh(device_type(), (2,))
+    model, alone = make(Scaled8, [4, 6, 5, 8, 3]), make(Scaled8, [4, 6, 5, 8, 3])
+    for each, nbytes in ((model, 4 << 20), (alone, 0)):
+        shard(each, fully_shard, mesh=mesh, reshard_after_forward=True)
+        each.set_coalesce_bytes(nbytes)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, alone)]
+    for step in range(6):
+        if step == 2:
+            model.set_coalesce_bytes(0)
+        elif step == 4:
+            model.set_coalesce_bytes(4 << 20)
+        for each in (model, alone):
+            each.set_requires_gradient_sync(step % 2 == 1)
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        with Counted() as kinds:
+            model(x).square().mean().backward()
+        if step % 2:  # for weights and for biases, in forward and in backward
+            assert kinds.count("all_gather") == (16 if step == 3 else 4)
+            # Rows of integers with a scale each, as many as the rank with most has; biases, padded on accelerators.
+            sent = 3 * (4 + 4) + 3 * (6 + 4) + 4 * (5 + 4) + 2 * (8 + 4) + (11 if device_type() == "cpu" else 12) * 4
+            assert sum(each.moved_forward for each in report(model).groups) == sent
+        alone(x).square().mean().backward()
+        if step % 2:
+            for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+                assert torch.equal(plain(a.grad), plain(b.grad))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(plain(a.detach()), plain(b.detach()))
+
+
+def test_small_groups_share_messages():
+    run_ranks(2, check_together)
 
 
 class NoHooks(TwoTensor):

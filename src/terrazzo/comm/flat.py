@@ -178,6 +178,11 @@ class FlatPlan:
         parts = section.split_with_sizes(self.own_splits if whole else self.own_splits[:-1])
         return [parts[at].view(shape) for at, shape in zip(self._own_at, self.own_shapes, strict=True)]
 
+    def own_columns(self, sections: Tensor) -> list[Tensor]:
+        """Of several sections of this rank, one a row, the chunks of each tensor."""
+        parts = sections.split_with_sizes(self.own_splits, 1)
+        return [parts[at].unflatten(1, shape) for at, shape in zip(self._own_at, self.own_shapes, strict=True)]
+
     def own_chunks(self, wholes: Sequence[Tensor]) -> list[Tensor]:
         """This rank's chunk of each tensor, as views of the tensors."""
         return [
@@ -229,6 +234,22 @@ class FlatPlan:
                 assert extra is not None
                 pieces.append(extra.expand(block.stop - block.first, -1))
         torch._foreach_copy_(parts, pieces)
+
+    def rows(self, sections: Tensor) -> list[list[Tensor]]:
+        """For each tensor its chunks in the sections of all ranks: views with a row per rank, for ranks whose
+        chunks have the same length."""
+        found: list[list[Tensor]] = [[] for _ in range(len(self.shapes) + 1)]
+        for block in self._blocks:
+            found[block.tensor].append(self._in_sections(block, sections))
+        return found[:-1]
+
+    def rows_of(self, wholes: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The same chunks in the tensors."""
+        found: list[list[Tensor]] = [[] for _ in self.shapes]
+        for block in self._blocks:
+            if block.tensor < len(found):
+                found[block.tensor].append(self._in_tensor(block, wholes[block.tensor]))
+        return found
 
     def _in_tensor(self, block: _Block, whole: Tensor) -> Tensor:
         """The block's chunks in the tensor, as a row per rank."""

@@ -3,6 +3,7 @@
 The names and behaviours are those of `torch.distributed.fsdp.fully_shard`.
 """
 
+from terrazzo.comm.codecs import MXFP8, NVFP4, Codec, Float8Rows, Int8Blocks
 from terrazzo.fsdp.api import fully_shard
 from terrazzo.fsdp.explain import explain
 from terrazzo.fsdp.meshes import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
@@ -18,14 +19,19 @@ from terrazzo.fsdp.timeline import Collective, Timeline, timeline
 from terrazzo.fsdp.trace import Trace, trace
 
 __all__ = [
+    "MXFP8",
+    "NVFP4",
     "AllGather",
     "CPUOffloadPolicy",
+    "Codec",
     "Collective",
     "DataParallelMeshDims",
     "FSDPMeshInfo",
     "FSDPModule",
+    "Float8Rows",
     "GroupReport",
     "HSDPMeshInfo",
+    "Int8Blocks",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Operation",

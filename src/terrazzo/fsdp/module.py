@@ -271,6 +271,11 @@ class FSDPModule(_Module):
                 accelerators unless `set_force_sum_reduction_for_comms` was called.
         """
         group = _group(self)
+        if group.settings.reduce_codec is not None:
+            raise FSDPValueError(
+                f"{group.settings.reduce_codec} of the group's policy sends what it encodes by an all-to-all: use a "
+                "policy without reduce_codec, or no custom reduce-scatter"
+            )
         if _set(group, group.options, reduce_scatter=comm):
             _pad(group)
 

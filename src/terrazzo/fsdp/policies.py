@@ -6,12 +6,13 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
+from terrazzo.comm.codecs import Codec
 from terrazzo.errors import FSDPValueError
 
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
-    """The dtypes in which a module computes, reduces and returns. The sharded parameters keep their own.
+    """The dtypes in which a module computes, reduces and returns, and what it sends. Sharded parameters keep their own.
 
     >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).cast_forward_inputs
     True
@@ -21,12 +22,19 @@ class MixedPrecisionPolicy:
         reduce_dtype: The dtype in which gradients are reduced, or accumulated without reduction. None: their own.
         output_dtype: The dtype to which floating-point outputs of forward are cast. None: not cast.
         cast_forward_inputs: Whether floating-point inputs of forward are cast to `param_dtype`.
+        gather_codec: How parameters of two or more dims are gathered, such as `Float8Rows()`; forward and backward use
+            what was decoded, in `param_dtype`. None: in `param_dtype`.
+        reduce_codec: How their gradients are sent to the ranks that add them, in float32. None: in `reduce_dtype`, in
+            which they are also reduced over the replicas of HSDP.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    _: KW_ONLY
+    gather_codec: Codec | None = None
+    reduce_codec: Codec | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.comm.axis import Axis
+from terrazzo.comm.codecs import Codec
 from terrazzo.fsdp.meshes import DataMesh
 from terrazzo.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -43,6 +44,15 @@ class Settings:
         """Whether optimizer state is kept on the CPU between steps while parameters are on the device."""
         offload = self.offload
         return isinstance(offload, CPUOffloadPolicy) and offload.optimizer_state and not offload.parameters
+
+    # PyTorch's policies, which are taken too, have no codecs.
+    @property
+    def gather_codec(self) -> Codec | None:
+        return getattr(self.precision, "gather_codec", None)
+
+    @property
+    def reduce_codec(self) -> Codec | None:
+        return getattr(self.precision, "reduce_codec", None)
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which parameters of `dtype` are gathered and used."""

@@ -88,6 +88,11 @@ class Bucket:
         return FlatPlan(shapes, dims, axis.size, axis.index, equal, extra)
 
     @property
+    def shard_bytes(self) -> int:
+        """The bytes of the shards."""
+        return self.shard.nbytes
+
+    @property
     def is_meta(self) -> bool:
         return self.shard.device.type == "meta"
 
@@ -279,7 +284,7 @@ class Bucket:
             for i in written:
                 local = self.params[i].sharded._local
                 was_filled = bool(self._filled) and self._filled[i] == version_of(local)
-                _write(local, chunks[i])
+                self._write(i, chunks[i])
                 if was_filled:  # the unsharded parameter has this value already
                     self._filled[i] = version_of(local)
         return [self.params[i].name for i in written]
@@ -421,10 +426,19 @@ class Bucket:
             self._whole, self.aliased = None, False
             self.prepare()
 
+    def _write(self, i: int, values: Tensor) -> None:
+        """Write values to a shard; where they are what was gathered of it, rounded, it keeps its own."""
+        shard = self.params[i].sharded._local
+        if self.is_rounded:
+            rounded = self.rounded(i, shard)
+            values = torch.where(values == rounded, shard.to(values.device), values.to(shard.dtype))
+        shard.copy_(values)
 
-def _write(shard: Tensor, values: Tensor) -> None:
-    """Write values to a shard; where they are the shard's, rounded to another dtype, it keeps its own."""
-    if values.dtype is not shard.dtype:
-        rounded = shard.to(values.device, values.dtype)
-        values = torch.where(values == rounded, shard.to(values.device), values.to(shard.dtype))
-    shard.copy_(values)
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the unsharded parameters have other values than the shards."""
+        return self.compute_dtype is not self.dtype
+
+    def rounded(self, i: int, shard: Tensor) -> Tensor:
+        """A parameter's shard as the unsharded parameters have it."""
+        return shard.to(self.settings.mesh.device, self.compute_dtype)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from math import prod
 
 from terrazzo.fsdp.group import Group, group_of
-from terrazzo.fsdp.run.extended import is_extended
 from terrazzo.fsdp.run.unit import Unit
 
 # The most bytes of parameters of consecutive small groups that share messages.
@@ -78,7 +77,7 @@ def _kin_of(group: Group) -> tuple[object, ...] | None:
     own = (options.all_gather, options.reduce_scatter, options.hook, options.staging)
     if group.inner or mesh.shard.size == 1 or options.reduce_axes or any(x is not None for x in own):
         return None
-    if any(param.mesh is not mesh or is_extended(param.values) for param in group.params):
+    if any(param.mesh is not mesh for param in group.params):
         return None
     # By process group, because every mesh["dp"] is a new mesh object.
     axes = [(axis.ranks, id(axis.group)) for axis in (mesh.shard, mesh.replicate) if axis is not None]

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from terrazzo._torch.autograd import accumulation_hooks, gradient_hooks, have_hooks
 from terrazzo.comm.axis import Axis
+from terrazzo.comm.encoded import Encoded
 from terrazzo.comm.flat import FlatPlan
 from terrazzo.comm.in_place import InPlace
 from terrazzo.comm.pending import Pending
@@ -33,6 +34,7 @@ from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Comm, empty_to_reduce, ways_to_reduce
 from terrazzo.fsdp.run.division import Division, Ways, division_of
+from terrazzo.fsdp.run.encoded import encoded
 from terrazzo.fsdp.settings import AllReduceHook, Options
 
 _MOST_FLATS = 16  # combinations of parameters with room whose plans are kept
@@ -46,6 +48,7 @@ class _Flat:
     params: tuple[ShardedParameter, ...]
     plan: FlatPlan
     in_place: InPlace | None  # for reductions directly from the gradients, if possible
+    encoded: Encoded | None  # for reductions with a codec
 
     def add(self, section: Tensor, other: _Flat, others: Tensor) -> None:
         """Add a section with another plan, of which all parameters have room here too, to one with this plan."""
@@ -89,6 +92,8 @@ class Gradients:
         # What streams beside read: freed when the compute stream has waited for them.
         self._held: list[Tensor] = []
         self._copied: Any = None  # the event after which gradients are on the CPU
+        if bucket.settings.reduce_codec is not None:
+            self._flat_now()  # so that what cannot be encoded raises at once
 
     # ------------------------------------------------------------------ sizes
 
@@ -106,8 +111,10 @@ class Gradients:
     @property
     def reduce_bytes(self) -> int:
         """The bytes that a rank sends for one reduce-scatter, on average."""
-        plan = self.plan()
-        return 0 if plan is None else plan.moved(self.dtype.itemsize)
+        flat = self._flat_now()
+        if flat is None:
+            return 0
+        return flat.plan.moved(self.dtype.itemsize) if flat.encoded is None else flat.encoded.plan.moved(1)
 
     @property
     def all_reduce_bytes(self) -> int:
@@ -126,14 +133,19 @@ class Gradients:
     @property
     def packed_bytes(self) -> int:
         """The bytes of the flat buffer."""
-        plan = self.plan()
-        return 0 if plan is None or self.alone else plan.total * self.dtype.itemsize
+        flat = self._flat_now()
+        if flat is None or self.alone:
+            return 0
+        return flat.plan.total * self.dtype.itemsize if flat.encoded is None else flat.encoded.plan.total
 
     @property
     def reduced_bytes(self) -> int:
         """The bytes of the reduction's result."""
-        plan = self.plan()
-        return 0 if plan is None or self.alone else plan.own_size * self.dtype.itemsize
+        flat = self._flat_now()
+        if flat is None or self.alone:
+            return 0
+        received = 0 if flat.encoded is None else flat.encoded.plan.total
+        return received + flat.plan.own_size * self.dtype.itemsize
 
     @property
     def accumulated_bytes(self) -> int:
@@ -176,8 +188,13 @@ class Gradients:
             if extra and rest and plan.alike and mesh.device.type != "cpu":
                 extra += (_ALIGNMENT - rest) // self.dtype.itemsize
                 plan = self.bucket.plan_over(mesh.shard, params, extra)
-            suits = InPlace.suits(plan, mesh.shard, self.dtype.itemsize)
-            found = self._flats[params] = _Flat(params, plan, InPlace(plan, self.dtype.itemsize) if suits else None)
+            codec, settings = self.bucket.settings.reduce_codec, self.bucket.settings
+            sent = in_place = None
+            if codec is not None and mesh.shard.size > 1:
+                sent = encoded(params, plan, codec, self.bucket.compute_dtype, self.dtype, settings, True)
+            elif InPlace.suits(plan, mesh.shard, self.dtype.itemsize):
+                in_place = InPlace(plan, self.dtype.itemsize)
+            found = self._flats[params] = _Flat(params, plan, in_place, sent)
         return found
 
     def replan(self) -> None:
@@ -276,6 +293,12 @@ class Gradients:
             reached = torch.ones(plan.extra, dtype=self.dtype, device=device)
             if running.missing:
                 reached[running.missing] = 0
+        if flat.encoded is not None:
+            division = self._division_of(wholes[0].new_empty(0, dtype=self.dtype), plan)
+            if division.before is not None:
+                wholes = list(torch._foreach_div(wholes, division.before))
+            self._running = running._replace(packed=flat.encoded.pack(wholes, reached), division=division)
+            return
         if flat.in_place is not None and self.options.usual:
             self._running = running._replace(unpacked=([whole.to(self.dtype) for whole in wholes], reached))
             return
@@ -297,6 +320,10 @@ class Gradients:
             op = division.shards
             assert isinstance(op, str)
             pending = flat.in_place.reduce(wholes, reached, axis, op, tag)
+        elif flat.encoded is not None:
+            assert packed is not None
+            division = running.division
+            pending = flat.encoded.reduce(packed, axis, self.dtype, division.shards)
         else:
             assert packed is not None
             division = self._division_of(packed, flat.plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.adopting import adopt, are_alike, check_alike
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Collectives, Comm
+from terrazzo.fsdp.run.encoded import bucket_of
 from terrazzo.fsdp.run.extended import ExtendedBucket, is_extended
 from terrazzo.fsdp.run.faces import Faces, Shown
 from terrazzo.fsdp.run.gradients import Gradients
@@ -73,23 +75,22 @@ class Unit:
 
     def _arrange(self, former: Sequence[Gradients]) -> None:
         """Put the parameters of each mesh and dtype into a bucket, with what `former` have accumulated for them."""
-        alike: dict[tuple[DataMesh, torch.dtype, str], list[ShardedParameter]] = {}
+        alike: dict[tuple[bool, DataMesh, torch.dtype, str], list[ShardedParameter]] = {}
         # The groups' meshes are equal, though not the same objects; some parameters may have another one.
         meshes = {group.settings.mesh: self.settings.mesh for group in self.groups}
-        extended = [param for param in self.params if is_extended(param.values)]
         for param in self.params:
-            if param not in extended:
-                mesh, values = meshes.get(param.mesh, param.mesh), param.values
-                alike.setdefault((mesh, values.dtype, values.device.type), []).append(param)
-        self.buckets: tuple[Bucket, ...] = (
-            *(Bucket(members, self._settings_on(mesh)) for (mesh, _, _), members in alike.items()),
-            *(ExtendedBucket(param, self._settings_on(param.mesh)) for param in extended),
+            mesh, values = meshes.get(param.mesh, param.mesh), param.values
+            key = is_extended(values), mesh, values.dtype, values.device.type
+            alike.setdefault(key, []).append(param)
+        self.buckets: tuple[Bucket, ...] = tuple(
+            (ExtendedBucket if key[0] else bucket_of)(alike[key], self._settings_on(key[1]))
+            for key in sorted(alike, key=itemgetter(0))
         )
-        for param in extended:
-            if param.mesh in self.inner:
+        for (extended, mesh, *_), members in alike.items():
+            if extended and mesh in self.inner:
                 raise FSDPError(
-                    f"parameter {param.name!r} is a {type(param.sharded._local).__name__}, which cannot be kept over "
-                    "some of the ranks: use reshard_after_forward=True or False"
+                    f"parameter {members[0].name!r} is a {type(members[0].sharded._local).__name__}, which cannot be "
+                    "kept over some of the ranks: use reshard_after_forward=True or False"
                 )
         self.gradients = tuple(Gradients(bucket, self.options) for bucket in self.buckets)
         for gradients in self.gradients:
@@ -150,14 +151,14 @@ class Unit:
     def in_place(self) -> bool:
         """Whether it is gathered directly into the unsharded parameters."""
         usual = bool(self.buckets) and self.options.usual
-        return usual and all(not isinstance(b, ExtendedBucket) and b.in_place() is not None for b in self.buckets)
+        return usual and all(bucket.in_place() is not None for bucket in self.buckets)
 
     def sizes(self) -> Sizes:
         """The sizes for the planner and for reports."""
         in_place = self.in_place
         return Sizes(
             in_place=in_place,
-            shard=sum(bucket.shard.nbytes for bucket in self.buckets),
+            shard=sum(bucket.shard_bytes for bucket in self.buckets),
             sent=sum(bucket.sent_bytes for bucket in self.buckets),
             gathered=sum(_buffer_of(bucket, in_place) for bucket in self.buckets),
             unsharded=sum(bucket.unsharded_bytes for bucket in self.buckets),
@@ -356,10 +357,12 @@ class Unit:
         """Wait for the gather, fill the unsharded parameters, and register them."""
         self.check_ready()  # here, because shards that are used directly are not gathered
         gathered = iter(self._pending)
+        new = any(isinstance(bucket, ExtendedBucket) and not bucket.knows_sizes for bucket in self.buckets)
         for bucket in self.buckets:
             if not bucket.aliased:
                 bucket.receive(next(gathered))
         self._pending = []
+        self._flags_changed |= new  # now the sizes of what is gathered are known
         self.show_unsharded()
 
     def show_unsharded(self) -> None:

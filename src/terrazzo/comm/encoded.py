@@ -1,0 +1,99 @@
+"""Sections of encoded tensors: the parts of all tensors that codecs make, in one flat plan of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from terrazzo.comm import wire
+from terrazzo.comm.axis import Axis
+from terrazzo.comm.codecs import Codec
+from terrazzo.comm.flat import FlatPlan
+from terrazzo.comm.pending import Pending
+from terrazzo.comm.sections import report_collective
+from terrazzo.comm.wire import ScaledSum
+
+T = TypeVar("T")
+
+
+class Encoded:
+    """Tensors with a flat plan, of which each is sent by a codec."""
+
+    def __init__(self, tensors: FlatPlan, codecs: Sequence[Codec], equal: bool, alignment: int = 1) -> None:
+        """`equal`: whether sections get equal length, a multiple of `alignment` bytes."""
+        self.tensors, self.codecs = tensors, tuple(codecs)
+        self._sizes = [codec.size(shape) for codec, shape in zip(codecs, tensors.shapes, strict=True)]
+        shapes = [shape for sizes in self._sizes for shape in sizes]
+        dims = [dim for dim, sizes in zip(tensors.dims, self._sizes, strict=True) for _ in sizes]
+        plan = FlatPlan(shapes, dims, tensors.n, tensors.index, equal, tensors.extra)
+        rest = -plan.own_size % alignment
+        if equal and rest:  # a part of no tensor, so that there is nothing behind the presence flags
+            shapes, dims = [*shapes, (tensors.n * rest,)], [*dims, 0]
+            plan = FlatPlan(shapes, dims, tensors.n, tensors.index, equal, tensors.extra)
+        self.plan = plan
+
+    def _of_tensors(self, parts: Sequence[T]) -> list[list[T]]:
+        """The parts of each tensor."""
+        found = iter(parts)
+        return [[next(found) for _ in sizes] for sizes in self._sizes]
+
+    # ------------------------------------------------------------------ gathers
+
+    def section(self, parts: Sequence[Sequence[Tensor]]) -> Tensor:
+        """This rank's section, from the parts of its chunk of each tensor."""
+        flat = [part for each in parts for part in each]
+        section = flat[0].new_zeros(self.plan.own_size)
+        torch._foreach_copy_(self.plan.own_views(section)[: len(flat)], flat)
+        return section
+
+    def encode(self, chunks: Sequence[Tensor]) -> Tensor:
+        """This rank's section, from its chunk of each tensor."""
+        return self.section([codec.encode(chunk) for codec, chunk in zip(self.codecs, chunks, strict=True)])
+
+    def decode(self, sections: Tensor, wholes: Sequence[Tensor]) -> None:
+        """Fill the tensors from the sections of all ranks."""
+        parts = self.plan.rows(sections)
+        into = self.tensors.rows_of(wholes)
+        for codec, own, outs in zip(self.codecs, self._of_tensors(parts), into, strict=False):
+            for i, out in enumerate(outs):
+                codec.decode([rows[i] for rows in own], out)
+
+    # ------------------------------------------------------------------ reductions
+
+    def pack(self, wholes: Sequence[Tensor], reached: Tensor | None) -> Tensor:
+        """The sections of all ranks; `reached` is the extra elements."""
+        parts = [part for codec, whole in zip(self.codecs, wholes, strict=True) for part in codec.encode(whole)]
+        padding = [parts[0].new_zeros(shape) for shape in self.plan.shapes[len(parts) :]]
+        sections = parts[0].new_empty(self.plan.total)
+        self.plan.pack([*parts, *padding], sections, None if reached is None else reached.to(torch.uint8))
+        return sections
+
+    def reduce(self, sections: Tensor, axis: Axis, dtype: torch.dtype, op: str | ScaledSum) -> Pending[Tensor]:
+        """Start to reduce packed tensors; each rank gets its section of the plan of the tensors, in `dtype`.
+
+        Each rank adds what it has decoded, in single precision. `op` is sum, avg or a scaled sum.
+        """
+        report_collective("all_to_all", axis, self.plan, sections, None)
+        received = torch.empty_like(sections)
+        work = wire.all_to_all(axis, received, sections)
+        return Pending("all_to_all", axis, work, received, lambda: self._sum(received, dtype, op))
+
+    def _sum(self, received: Tensor, dtype: torch.dtype, op: str | ScaledSum) -> Tensor:
+        n, tensors = self.plan.n, self.tensors
+        section = received.new_zeros(tensors.own_size, dtype=dtype)
+        columns = self.plan.own_columns(received.view(n, -1))
+        factor = 1 / n if op == "avg" else op.factor if isinstance(op, ScaledSum) else 1.0
+        own = zip(self.codecs, self._of_tensors(columns), tensors.own_views(section), strict=True)
+        for codec, parts, chunk in own:
+            terms = torch.empty((n, *chunk.shape), dtype=torch.float32, device=section.device)
+            codec.decode(parts, terms)
+            chunk.copy_(terms.sum(0).mul_(factor))
+        if tensors.extra:
+            section[-tensors.extra :] = received.view(n, -1)[:, -tensors.extra :].sum(0)
+        return section
+
+
+__all__ = ["Encoded"]

@@ -1,0 +1,273 @@
+"""Gathers and reductions that are encoded, against one device that encodes and decodes the same tensors."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp.compare import Counted
+from ranks import device_type, run_ranks
+from terrazzo.errors import FSDPValueError
+from terrazzo.fsdp import (
+    MXFP8,
+    NVFP4,
+    Codec,
+    CPUOffloadPolicy,
+    Float8Rows,
+    Int8Blocks,
+    MixedPrecisionPolicy,
+    fully_shard,
+    report,
+    trace,
+)
+from terrazzo.tensor import Shard, init_device_mesh
+from terrazzo.tensor.debug import CommDebugMode
+
+pytestmark = pytest.mark.on_late
+
+WIDTHS = [34, 70, 2, 34]  # uneven on 2 and 4 ranks; of two rows two ranks of four have none
+PER_RANK = 4
+
+
+class Experts(nn.Module):
+    """A batch of matrices as one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 34, 34) / 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(x @ self.weight).sum(0)
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(WIDTHS, WIDTHS[1:], strict=False)]
+    return nn.Sequential(*layers, Experts())
+
+
+def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
+    for layer in model:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def sent(codec: Codec | None, values: Tensor) -> Tensor:
+    """What arrives."""
+    if codec is None or values.ndim < 2:
+        return values
+    found = torch.empty_like(values)
+    codec.decode(codec.encode(values), found)
+    return found
+
+
+class OneDevice:
+    """Trains on one device what ranks train, with what they would send of parameters and gradients."""
+
+    def __init__(self, model: nn.Module, gather: Codec | None, reduce: Codec | None, ranks: int) -> None:
+        self.masters, self.model = [p.detach().clone() for p in model.parameters()], copy.deepcopy(model)
+        self.gather, self.reduce, self.ranks = gather, reduce, ranks
+
+    def backward(self, *batches: Tensor) -> list[Tensor]:
+        """The mean over the ranks of the gradients of their parts of all batches."""
+        with torch.no_grad():
+            for p, master in zip(self.model.parameters(), self.masters, strict=True):
+                p.copy_(sent(self.gather, master))
+        total = [torch.zeros_like(p) for p in self.masters]
+        for rank in range(self.ranks):
+            self.model.zero_grad()
+            for batch in batches:
+                self.model(batch[rank * PER_RANK : (rank + 1) * PER_RANK]).square().mean().backward()
+            for whole, p in zip(total, self.model.parameters(), strict=True):
+                whole += sent(self.reduce, p.grad)
+        return [whole / self.ranks for whole in total]
+
+    def step(self, grads: list[Tensor]) -> None:
+        self.masters = [p - 0.1 * grad for p, grad in zip(self.masters, grads, strict=True)]
+
+
+def assert_near(found: Tensor, wanted: Tensor) -> None:
+    """Nearly equal: where two codes are as near, another order of additions may choose the other one."""
+    assert (found - wanted).norm() <= 2e-3 * wanted.norm()
+
+
+def batch_of(ranks: int, seed: int) -> Tensor:
+    return torch.randn(
+        PER_RANK * ranks, WIDTHS[0], generator=torch.Generator("cpu").manual_seed(seed), device="cpu"
+    ).to(device_type())
+
+
+def train(gather: Codec | None, reduce: Codec | None, micro: int = 1, mesh: Any = None, **options: Any) -> nn.Module:
+    """Two steps beside one device; losses, gradients and parameters are compared."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model = make()
+    reference = OneDevice(model, gather, reduce, ranks)
+    policy = MixedPrecisionPolicy(gather_codec=gather, reduce_codec=reduce)
+    mesh = init_device_mesh(device_type(), (ranks,)) if mesh is None else mesh
+    shard(model, mesh=mesh, mp_policy=policy, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        batches = [batch_of(ranks, 10 * step + i) for i in range(micro)]
+        for i, batch in enumerate(batches):
+            model.set_requires_gradient_sync(i == micro - 1)
+            model(batch[rank * PER_RANK : (rank + 1) * PER_RANK]).square().mean().backward()
+        wanted = reference.backward(*batches)
+        for p, grad in zip(model.parameters(), wanted, strict=True):
+            assert_near(p.grad.full_tensor().to(grad.device), grad)
+        optimizer.step()
+        reference.step(wanted)
+        optimizer.zero_grad()
+    for p, master in zip(model.parameters(), reference.masters, strict=True):
+        torch.testing.assert_close(p.detach().full_tensor().to(master.device), master, rtol=1e-3, atol=1e-3)
+    return model
+
+
+def check_codecs() -> None:
+    for gather in (Int8Blocks(32), Float8Rows(), MXFP8(), NVFP4()):
+        train(gather, None)
+    train(None, Int8Blocks(32))
+    train(MXFP8(), Float8Rows())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_like_one_device_that_encodes(world):
+    run_ranks(world, check_codecs)
+
+
+def check_settings() -> None:
+    both = MXFP8(), Int8Blocks(32)
+    train(*both, reshard_after_forward=False)
+    train(*both, reshard_after_forward=2)
+    train(*both, micro=3)
+    train(*both, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    train(*both, mesh=init_device_mesh(device_type(), (2, 2)), micro=2)
+    train(*both, shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
+    train(*both).set_coalesce_bytes(0)
+
+
+def check_on_replicas() -> None:
+    """Gradients are averaged over replicas as they are: so each of them decodes only its own ranks' sums."""
+    model, policy = make(), MixedPrecisionPolicy(gather_codec=Float8Rows(), reduce_codec=Int8Blocks(32))
+    reference = OneDevice(model, Float8Rows(), Int8Blocks(32), 4)
+    shard(model, mesh=init_device_mesh(device_type(), (2, 2)), mp_policy=policy, reshard_after_forward=True)
+    batch, rank = batch_of(4, 0), dist.get_rank()
+    model(batch[rank * PER_RANK : (rank + 1) * PER_RANK]).square().mean().backward()
+    for p, grad in zip(model.parameters(), reference.backward(batch), strict=True):
+        assert_near(p.grad.full_tensor(), grad)
+
+
+def test_settings_and_replicas():
+    run_ranks(4, check_settings)
+    run_ranks(4, check_on_replicas)
+
+
+def check_bytes() -> None:
+    """The model is one message each time, and as many bytes are sent as the codecs say."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, gather_codec=MXFP8(), reduce_codec=Int8Blocks(32))
+    shard(model, mesh=init_device_mesh(device_type(), (ranks,)), mp_policy=policy, reshard_after_forward=True)
+    model.set_coalesce_bytes(4 << 20)
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    model(x).sum().backward()
+    with Counted() as kinds, CommDebugMode() as seen, trace(model) as steps:
+        model(x).sum().backward()
+    assert kinds.count("all_to_all") == 1 and kinds.count("all_gather") == 2 and "reduce_scatter" not in kinds
+    gathered = 4 * (64 * 64 * 33 // 32 + 64 * 2)
+    reduced = 4 * (64 * 64 * 36 // 32 + 64 * 4) + 8 * ranks  # and a byte for each parameter says that it has a gradient
+    if device_type() != "cpu":
+        gathered, reduced = (-(-each // (128 * ranks)) * 128 * ranks for each in (gathered, reduced))
+    wanted = (2 * gathered + reduced) * (ranks - 1) // ranks
+    assert abs(report(model).moved - wanted) <= 128 * ranks * (device_type() != "cpu")
+    assert steps.total_bytes() == report(model).moved
+    if device_type() == "cpu":  # ranks exchange more on others when they compare what they ran
+        assert seen.get_total_bytes() == wanted
+    assert rank == 0 or model[0].weight.to_local().dtype is torch.float32
+
+
+def test_bytes_and_messages():
+    run_ranks(2, check_bytes)
+    run_ranks(4, check_bytes)
+
+
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 34))
+        self.writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.weight[:, 3] = 5.0
+        return x @ self.weight.T
+
+
+def check_full_precision() -> None:
+    """Shards and state dicts never have what was decoded; a write in forward changes what was written only."""
+    torch.manual_seed(0)
+    for reshard in (True, False):
+        model = Writing()
+        before = model.weight.detach().clone()
+        policy = MixedPrecisionPolicy(gather_codec=NVFP4())
+        fully_shard(model, mesh=init_device_mesh(device_type(), (2,)), mp_policy=policy, reshard_after_forward=reshard)
+        seen: list[Tensor] = []
+        model.register_forward_hook(lambda module, args, out, seen=seen: seen.append(module.weight.detach().clone()))
+        model(torch.randn(2, 34)).sum().backward()
+        assert torch.equal(seen[0], sent(NVFP4(), before)) and not torch.equal(seen[0], before)
+        assert torch.equal(model.state_dict()["weight"].full_tensor(), before)
+        model.writes = True
+        model(torch.randn(2, 34)).sum().backward()
+        before[:, 3] = 5.0
+        assert torch.equal(model.state_dict()["weight"].full_tensor(), before)
+
+
+def test_shards_keep_their_precision():
+    run_ranks(2, check_full_precision)
+
+
+def check_half() -> None:
+    """In float16, with sums that would overflow, from the meta device; an overflow arrives as one."""
+    with torch.device("meta"):
+        model = nn.Linear(8, 6, bias=False)
+    policy = MixedPrecisionPolicy(torch.float16, torch.float16, gather_codec=Float8Rows(), reduce_codec=Int8Blocks())
+    fully_shard(model, mesh=init_device_mesh(device_type(), (2,)), mp_policy=policy)
+    model.to_empty(device=device_type())
+    nn.init.ones_(model.weight)
+    model(torch.full((1, 8), 4e4, dtype=torch.float16)).float().sum().backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), torch.full((6, 8), 4e4), rtol=1e-2, atol=0)
+    model.zero_grad()
+    x = torch.full((1, 8), torch.inf if dist.get_rank() else 1.0, dtype=torch.float16)
+    model(x).sum().backward()
+    assert not model.weight.grad.full_tensor().isfinite().any()
+
+
+def test_half_precision_and_overflow():
+    run_ranks(2, check_half)
+
+
+def check_refused() -> None:
+    mesh = init_device_mesh(device_type(), (2,))
+
+    def layer(**options: Any) -> None:
+        policy = MixedPrecisionPolicy(**{key: options.pop(key) for key in [*options] if key.endswith("codec")})
+        fully_shard(nn.Linear(5, 4, **options.pop("made", {})), mesh=mesh, mp_policy=policy, **options)
+
+    with pytest.raises(FSDPValueError, match=r"NVFP4.*'weight'.*\(4, 5\).*must be even"):
+        layer(gather_codec=NVFP4())
+    with pytest.raises(FSDPValueError, match=r"'weight', torch.float64.*float32, bfloat16 and float16"):
+        layer(gather_codec=MXFP8(), made={"dtype": torch.float64})
+    with pytest.raises(FSDPValueError, match=r"Float8Rows.*dim 1 into 2 parts: whole rows.*along another dim"):
+        layer(reduce_codec=Float8Rows(), shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_codec=Int8Blocks()))
+    with pytest.raises(FSDPValueError, match="reduce_codec"):
+        model.set_custom_reduce_scatter(lambda **more: None)
+
+
+def test_refused():
+    run_ranks(2, check_refused)
