@@ -168,6 +168,10 @@ class OptimError(TerrazzoError, RuntimeError):
     """Tensors that an optimizer of `terrazzo.optim`, or `Owners`, does not accept."""
 
 
+class OptimValueError(OptimError, ValueError):
+    """The same where PyTorch's optimizer raises a ValueError."""
+
+
 class CommPolicyError(DTensorError):
     """An operation would communicate more than `terrazzo.tensor.policy.communication_policy` allows.
 

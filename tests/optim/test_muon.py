@@ -160,6 +160,65 @@ def test_state(tmp_path):
     run_ranks(4, check_state, str(tmp_path / "checkpoint"))
 
 
+BATCHES = [(5, 6, 4), (2, 2, 3, 7), (8, 4, 4), (3, 5)]
+
+
+def check_batches() -> None:
+    """Of a batch of matrices each is what PyTorch's Muon makes of it alone, whichever dims are sharded."""
+    flat = init_device_mesh("cpu", (4,))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ways = [(flat, [Shard(0)]), (flat, [Shard(1)]), (flat, [Shard(2)]), (flat, [Replicate()])]
+    ways += [(square, [Replicate(), Shard(0)]), (square, [Shard(0), Shard(1)]), (square, [Shard(0), Shard(0)])]
+    generator = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(shape, generator=generator) for shape in BATCHES]
+    grads = [[torch.randn(shape, generator=generator) for shape in BATCHES] for _ in range(2)]
+    alone = [[nn.Parameter(each.clone()) for each in whole.flatten(0, -3)] if whole.ndim > 2 else
+             [nn.Parameter(whole.clone())] for whole in wholes]  # fmt: skip
+    plain = [nn.Parameter(whole.clone()) for whole in wholes]
+    options = {"lr": 0.1, "weight_decay": 0.2}
+    single, batched = torch.optim.Muon([p for each in alone for p in each], **options), Muon(plain, **options)
+    for step in grads:
+        for grad, each, p in zip(step, alone, plain, strict=True):
+            p.grad = grad
+            for one, part in zip(each, grad.reshape(-1, *grad.shape[-2:]), strict=True):
+                one.grad = part
+        single.step()
+        batched.step()
+    wanted = [torch.stack([p.detach() for p in each]).view(p.shape) for each, p in zip(alone, plain, strict=True)]
+    for p, reference in zip(plain, wanted, strict=True):
+        torch.testing.assert_close(p.detach(), reference, rtol=0, atol=3e-3)  # updates of 0.1 in bfloat16
+    for mesh, placements in ways:
+        own = [s if s.is_replicate() or s.dim < 2 else Shard(1) for s in placements]
+        params = [
+            nn.Parameter(distribute_tensor(whole, mesh, placements if whole.ndim > 2 else own)) for whole in wholes
+        ]
+        optimizer = Muon(params, **options)
+        for step in grads:
+            for p, grad in zip(params, step, strict=True):
+                p.grad = distribute_tensor(grad, mesh, p.placements)
+            optimizer.step()
+        for p, reference in zip(params, wanted, strict=True):
+            assert optimizer.state[p]["momentum_buffer"].placements == p.placements
+            torch.testing.assert_close(p.detach().full_tensor(), reference, rtol=0, atol=3e-3)
+
+
+def check_experts_stay() -> None:
+    """Under fully_shard ranks have whole experts, which need no message."""
+    model = Matrices()
+    model.all = nn.ParameterList([nn.Parameter(torch.randn(5, 4, 6))])
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    optimizer = Muon(model.parameters())
+    model([torch.ones(5, 4, 6)]).backward()
+    with CommDebugMode() as mode:
+        optimizer.step()
+    assert not mode.get_comm_counts()
+
+
+def test_batches_of_matrices():
+    run_ranks(4, check_batches)
+    run_ranks(4, check_experts_stay)
+
+
 def check_training() -> None:
     """Beside AdamW, under a model's own gradients."""
     torch.manual_seed(0)
@@ -188,8 +247,11 @@ def test_training():
 
 
 def test_refused():
-    with pytest.raises(ValueError, match="2D"):
+    with pytest.raises(ValueError, match=r"matrices, or batches of them.*\(3,\)") as raised:
         Muon([nn.Parameter(torch.zeros(3))])
+    assert isinstance(raised.value, OptimError)
+    with pytest.raises(ValueError, match="momentum"):
+        Muon([nn.Parameter(torch.eye(3))], momentum=-1)
     complex_ = nn.Parameter(torch.eye(2, dtype=torch.complex64))
     complex_.grad = complex_.detach().clone()
     with pytest.raises(OptimError, match="complex64"):

@@ -1,18 +1,20 @@
-"""Muon for sharded matrices: each matrix is orthogonalised once, by one rank."""
+"""Muon for sharded matrices and batches of them: each matrix is orthogonalised once, by one rank."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from terrazzo.errors import OptimError
+from terrazzo.errors import OptimError, OptimValueError
+from terrazzo.layout import Shard
 from terrazzo.optim.owners import Owners
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.dtensor import wrap
+from terrazzo.tensor.redistribute import redistribute_local
 
 
 class Muon(torch.optim.Muon):
@@ -22,8 +24,9 @@ class Muon(torch.optim.Muon):
     whole update and orthogonalises it; the matrices are divided among the ranks so that their costs are balanced. A
     parameter group takes two all-to-alls in bfloat16. Otherwise each product of each matrix would take an all-gather.
 
-    Parameters may be sharded by `fully_shard`, by tensor parallelism, by both, or not at all. As in PyTorch they must
-    be matrices: use another optimizer for biases and embeddings.
+    Parameters may be sharded by `fully_shard`, by tensor parallelism, by both, or not at all. One of more than two dims
+    is a batch of matrices, such as experts, which the last two dims are; each rank gets some of them whole, without
+    communication if it has them already. Use another optimizer for biases and embeddings.
 
     >>> from terrazzo.fsdp import fully_shard
     >>> model = fully_shard(torch.nn.Linear(4, 3, bias=False))
@@ -32,8 +35,13 @@ class Muon(torch.optim.Muon):
     >>> optimizer.step()
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__([torch.zeros(1, 1, device="cpu")], *args, **kwargs)  # which takes matrices only
+        torch.optim.Optimizer.__init__(self, params, self.defaults)
+        for p in (p for group in self.param_groups for p in group["params"] if p.ndim < 2):
+            raise OptimValueError(
+                f"Muon needs matrices, or batches of them, but got a parameter of shape {tuple(p.shape)}"
+            )
         self._owners: dict[tuple[Any, ...], Owners] = {}
 
     @torch.no_grad()
@@ -61,19 +69,26 @@ class Muon(torch.optim.Muon):
         updates = list(torch._foreach_lerp(local_grads, momenta, momentum)) if group["nesterov"] else momenta
         updates = [_placed_as(update, p) for update, p in zip(updates, params, strict=True)]
 
-        owners = self._owners_of(params)
-        # The iteration itself runs in bfloat16, so nothing is lost by sending in it.
-        wholes = owners.gather(updates, torch.bfloat16)
-        coefficients, steps, eps = group["ns_coefficients"], group["ns_steps"], group["eps"]
-        orthogonal = {i: orthogonalised(whole, coefficients, steps, eps) for i, whole in wholes.items()}
-        results = [
-            _local(x).to(p.device) for x, p in zip(owners.scatter(orthogonal, torch.bfloat16), params, strict=True)
-        ]
+        how = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        single = [i for i, p in enumerate(params) if p.ndim == 2]
+        own = self._of_matrices([params[i] for i in single], [updates[i] for i in single], how)
+        results = dict(zip(single, own, strict=True))
+        results |= {i: _of_batch(updates[i], how) for i, p in enumerate(params) if p.ndim > 2}
 
         locals_ = [_local(p) for p in params]
         torch._foreach_mul_(locals_, 1 - lr * group["weight_decay"])
-        for p, local, result in zip(params, locals_, results, strict=True):
-            local.add_(result, alpha=-_adjusted(lr, group["adjust_lr_fn"], p.shape))
+        for i, (p, local) in enumerate(zip(params, locals_, strict=True)):
+            local.add_(results[i].to(p.device), alpha=-_adjusted(lr, group["adjust_lr_fn"], p.shape[-2:]))
+
+    def _of_matrices(self, params: list[Tensor], updates: list[Tensor], how: Any) -> list[Tensor]:
+        """This rank's parts of the orthogonalised updates of matrices."""
+        if not params:
+            return []
+        owners = self._owners_of(params)
+        # The iteration itself runs in bfloat16, so nothing is lost by sending in it.
+        wholes = owners.gather(updates, torch.bfloat16)
+        orthogonal = {i: orthogonalised(whole, *how) for i, whole in wholes.items()}
+        return [_local(x) for x in owners.scatter(orthogonal, torch.bfloat16)]
 
     def _owners_of(self, params: list[Tensor]) -> Owners:
         # Layouts are interned; a plain parameter is identified by its shape.
@@ -89,23 +104,37 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """The matrix with nearly the same singular vectors and singular values near 1, by the Newton-Schulz iteration.
+    """The matrix, or each of a batch, with nearly the same singular vectors and singular values near 1.
 
-    In bfloat16, with the same operations in the same order as PyTorch's Muon.
+    By the Newton-Schulz iteration in bfloat16, with the same operations in the same order as PyTorch's Muon.
 
     >>> x = orthogonalised(torch.tensor([[3.0, 0.0], [0.0, 0.1]]), (3.4445, -4.7750, 2.0315), 5, 1e-7)
     >>> bool(((x.float().diag() - 1).abs() < 0.5).all())
     True
     """
     a, b, c = coefficients
-    tall = matrix.size(0) > matrix.size(1)
+    tall = matrix.size(-2) > matrix.size(-1)
     x = matrix.bfloat16()
-    x = x.T if tall else x
-    x = x / x.norm().clamp(min=eps)  # no singular value is larger than the Frobenius norm
+    x = x.mT if tall else x
+    if x.ndim > 2:
+        x, multiply = x.flatten(0, -3), cast(Any, torch.baddbmm)
+        norm = x.norm(dim=(-2, -1), keepdim=True)
+    else:
+        norm, multiply = x.norm(), cast(Any, torch.addmm)
+    x = x / norm.clamp(min=eps)  # no singular value is larger than the Frobenius norm
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).view(matrix.shape)
+
+
+def _of_batch(update: Tensor, how: Any) -> Tensor:
+    """This rank's part of an orthogonalised batch of matrices, of which each rank gets some whole."""
+    if not isinstance(update, DTensor):
+        return orthogonalised(update, *how)
+    placements = [Shard(0)] * update.device_mesh.ndim
+    some = wrap(update.to_local().bfloat16(), update._layout).redistribute(placements=placements)
+    return redistribute_local(orthogonalised(_local(some), *how), some._layout, update._layout)
 
 
 def _cost(shape: torch.Size) -> float:
