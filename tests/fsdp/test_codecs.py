@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp.codec_losses import WAYS, ends_of
 from fsdp.compare import Counted
 from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPValueError
@@ -271,3 +272,13 @@ def check_refused() -> None:
 
 def test_refused():
     run_ranks(2, check_refused)
+
+
+@pytest.mark.proof
+def test_losses_after_200_steps():
+    """As in docs/codec-losses.md: a model learns with every codec, and with all of 8 bits as well as in bfloat16."""
+    _, reference, sent = ends_of("bfloat16")
+    for name in list(WAYS)[1:]:
+        first, last, moved = ends_of(name)
+        assert last < 0.75 * first and moved < 0.8 * sent, name
+        assert abs(last - reference) < (0.1 if name == "NVFP4" else 0.02), name
