@@ -16,7 +16,7 @@ import terrazzo
 from ranks import run_ranks
 from tensor.models import Block, batch_of_words
 from terrazzo.errors import CaptureError
-from terrazzo.fsdp import fully_shard
+from terrazzo.fsdp import fully_shard, trace
 from terrazzo.graphs import CompileWarning
 from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.parallel import (
@@ -507,7 +507,7 @@ def test_what_cannot_be_captured_says_where_or_runs_eagerly():
 def sharded(way: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    alone = nn.Sequential(*[Block(16, 2) for _ in range(2)])
+    alone = nn.Sequential(*[Block(16, 2) for _ in range(3)])
     model, eager = copy.deepcopy(alone), copy.deepcopy(alone)
     for i, block in enumerate(model):
         if way == "module":
@@ -518,16 +518,25 @@ def sharded(way: str) -> None:
         fully_shard(eager[i], mesh=mesh)
     fully_shard(model, mesh=mesh)
     fully_shard(eager, mesh=mesh)
+    for m in (model, eager):
+        m.set_coalesce_bytes(0)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, eager)]
     for step in range(3):
         x = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(step))
-        outs = [m(x) for m in (model, eager)]
-        same(*outs)
-        for out, m, optimizer in zip(outs, (model, eager), optimizers, strict=True):
-            out.square().mean().backward()
+        outs, kinds = [], []
+        for m, optimizer in zip((model, eager), optimizers, strict=True):
+            with trace(m) as steps:
+                outs.append(m(x))
+                outs[-1].square().mean().backward()
+            kinds.append([(event.kind, event.group, event.bytes, event.in_backward) for event in steps.events])
             optimizer.step()
             assert m[0].norm1.weight.grad is not None
+        same(*outs)
         same_gradients(model, eager)
+        # Blocks are gathered ahead as eager ones are: the next one in forward, the one before in backward.
+        assert kinds[0] == kinds[1]
+        ahead = [(group, backward) for kind, group, _, backward in kinds[0] if kind == "prefetch"]
+        assert not step or ahead == [("1", False), ("2", False), ("1", True), ("0", True)]
         for optimizer in optimizers:
             optimizer.zero_grad()
     for block in model:
