@@ -109,6 +109,9 @@ class Operation:
 
 WRITTEN = Mark("written", -1)
 
+# The compute stream has copied out all gathers so far. Their memory belongs to the stream of gathers.
+COPIED = Mark("copied", -1)
+
 # The compute stream has read all results of reductions that were freed so far. Their memory belongs to the streams of
 # reductions.
 HANDED_OVER = Mark("handed over", -1)

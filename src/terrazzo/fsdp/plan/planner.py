@@ -21,7 +21,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.fsdp.plan.operations import FOLLOWING, FOLLOWING_ALL, HANDED_OVER, Buffer, Kind, Mark, Operation, Stream
+from terrazzo.fsdp.plan.operations import (
+    COPIED,
+    FOLLOWING,
+    FOLLOWING_ALL,
+    HANDED_OVER,
+    Buffer,
+    Kind,
+    Mark,
+    Operation,
+    Stream,
+)
 from terrazzo.fsdp.plan.state import Phase, Reducing, State, Where
 from terrazzo.fsdp.plan.units import Sizes, Spec
 
@@ -166,16 +176,8 @@ class _Planner:
         if spec.gradient_sync:
             self._reduce(unit)
         else:
-            gradients = Buffer("gradients", unit)
-            kept = Buffer("accumulated", unit) if spec.sizes.accumulated else gradients
-            self._emit(
-                Kind.ACCUMULATE,
-                unit,
-                reads=(gradients,),
-                writes=(kept,),
-                takes=() if kept is gradients else (kept,),
-                gives=() if kept is gradients else (gradients,),
-            )
+            kept, given = ("accumulated", "gradients") if spec.sizes.accumulated else ("gradients", "")
+            self._emit(Kind.ACCUMULATE, unit, f"gradients -> {kept}", takes=kept if given else "", gives=given)
 
     def backward_ends(self, with_gradients: tuple[int, ...], last: bool, graph: bool = False) -> None:
         self._begin_backward()
@@ -238,24 +240,20 @@ class _Planner:
         self.where[unit] = Where.GATHERING_INNER if inner else Where.GATHERING
         if spec.aliased:
             return
-        gathered: tuple[Buffer, ...] = (Buffer("gathered", unit),)
-        if spec.sizes.in_place and not inner:
-            gathered = (*gathered, Buffer("unsharded", unit))
-        kept = (Buffer("kept", unit),) if inner else ()
-        shard = (Buffer("shard", unit),) if spec.keeps_part or not inner else ()
-        sent = (Buffer("sent", unit),) if shard and spec.sizes.sent else ()
+        gathered = "gathered, unsharded" if spec.sizes.in_place and not inner else "gathered"
+        kept, shard = "kept" if inner else "", "shard" if spec.keeps_part or not inner else ""
+        sent = "sent" if shard and spec.sizes.sent else ""
         self._emit(
             Kind.GATHER,
             unit,
+            f"{kept}, {shard} -> {gathered}",
             Stream.GATHER,
-            reads=(*kept, *shard),
-            writes=gathered,
-            takes=(*sent, *gathered),
+            takes=f"{sent}, {gathered}",
             gives=sent,
             # An earlier gather's buffer was in this stream's memory, which is reused now; and the kept part was written
             # by the compute stream, or the shard if users wrote to the parameters (else "freed" is not recorded).
-            waits=(Mark("copied", -1), Mark("kept" if inner else "freed", unit)),
-            records=Mark("gathered", unit),
+            waits=(COPIED, "kept" if inner else "freed"),
+            records="gathered",
             moves=spec.sizes.kept_moves if inner else spec.sizes.gather_moves,
             why=why,
         )
@@ -268,29 +266,18 @@ class _Planner:
         if self.spec.units[unit].aliased:
             self._emit(Kind.COPY_OUT, unit)
             return
-        gathered, unsharded = Buffer("gathered", unit), Buffer("unsharded", unit)
-        kept = (Buffer("kept", unit),) if where is Where.GATHERING_INNER else ()
-        self._emit(
-            Kind.COPY_OUT,
-            unit,
-            reads=(gathered,),
-            writes=(unsharded,),
-            takes=(unsharded,),
-            gives=(gathered, *kept),
-            waits=(Mark("gathered", unit),),
-            records=Mark("copied", -1),
-        )
+        given, gathered = "gathered, kept" if where is Where.GATHERING_INNER else "gathered", ("gathered",)
+        uses = "gathered -> unsharded"
+        self._emit(Kind.COPY_OUT, unit, uses, takes="unsharded", gives=given, waits=gathered, records=COPIED)
 
     def _use(self, unit: int) -> None:
         """Forward or backward computes with the unit's parameters."""
         if self.where[unit] is Where.UNSHARDED:
-            source = Buffer("shard" if self.spec.units[unit].aliased else "unsharded", unit)
-            self._emit(Kind.USE, unit, reads=(source,))
+            self._emit(Kind.USE, unit, "shard" if self.spec.units[unit].aliased else "unsharded")
 
     def _used(self, unit: int) -> None:
         """Backward has computed the unit's gradients."""
-        gradients = Buffer("gradients", unit)
-        self._emit(Kind.USE, unit, writes=(gradients,), takes=(gradients,))
+        self._emit(Kind.USE, unit, "-> gradients", takes="gradients")
 
     def _look_ahead(self, units: tuple[int, ...]) -> None:
         """Start to gather the next unit and, on CPU, small units after it, whose latency is longer than their work."""
@@ -314,65 +301,35 @@ class _Planner:
                 self._emit(Kind.FREE, unit)
             return
         if where in (Where.GATHERING, Where.GATHERING_INNER):
-            arriving = Buffer("gathered", unit), Buffer("unsharded", unit)  # one of them may have no memory yet
-            self._emit(Kind.DISCARD, unit, gives=arriving, waits=(Mark("gathered", unit),))
+            # One of these may have no memory yet.
+            self._emit(Kind.DISCARD, unit, gives="gathered, unsharded", waits=("gathered",))
         if where is Where.UNSHARDED:
-            unsharded, shard = Buffer("unsharded", unit), Buffer("shard", unit)
-            self._emit(
-                Kind.FREE, unit, reads=(unsharded,), writes=(shard,), gives=(unsharded,), records=Mark("freed", unit)
-            )
+            self._emit(Kind.FREE, unit, "unsharded -> shard", gives="unsharded", records="freed")
         elif where is not Where.GATHERING:
-            self._emit(Kind.FREE, unit, gives=(Buffer("kept", unit),), records=Mark("freed", unit))
+            self._emit(Kind.FREE, unit, gives="kept", records="freed")
 
     def _keep(self, unit: int) -> None:
         if self.where[unit] is not Where.UNSHARDED or self.spec.units[unit].aliased:
             return
         self.where[unit] = Where.INNER
-        kept, unsharded = Buffer("kept", unit), Buffer("unsharded", unit)
-        self._emit(
-            Kind.KEEP,
-            unit,
-            reads=(unsharded,),
-            writes=(kept, Buffer("shard", unit)),
-            takes=(kept,),
-            gives=(unsharded,),
-            records=Mark("kept", unit),
-        )
+        self._emit(Kind.KEEP, unit, "unsharded -> kept, shard", takes="kept", gives="unsharded", records="kept")
 
     # ------------------------------------------------------------------ reductions
 
     def _reduce(self, unit: int) -> None:
         spec = self.spec.units[unit]
-        gradients, packed, reduced = Buffer("gradients", unit), Buffer("packed", unit), Buffer("reduced", unit)
+        gradients = "gradients, accumulated"
         if spec.alone:
-            result, accumulated = Buffer("shard gradients", unit), Buffer("accumulated", unit)
-            self._emit(Kind.HAND_OVER, unit, reads=(gradients,), writes=(result,), gives=(gradients, accumulated))
+            self._emit(Kind.HAND_OVER, unit, "gradients -> shard gradients", gives=gradients)
             return
         for one in [one for one in self.reducing if one.unit == unit]:  # if a module ran more than once
             self.reducing.remove(one)
             self._finish(self._to_replicas(one))
         one = Reducing(unit, stored=spec.replicated and not spec.all_reduce)
         self._make_room(self._sizes(unit).packed, spec.reduce_buffers)
-        self._emit(
-            Kind.PACK,
-            unit,
-            reads=(gradients,),
-            writes=(packed,),
-            takes=(packed,),
-            gives=(gradients, Buffer("accumulated", unit)),
-            records=Mark("packed", unit),
-        )
-        self._emit(
-            Kind.REDUCE,
-            unit,
-            Stream.REDUCE,
-            reads=(packed,),
-            writes=(reduced,),
-            takes=(reduced,),
-            waits=(Mark("packed", unit),),
-            records=Mark("reduced", unit),
-            moves=self._sizes(unit).reduce_moves,
-        )
+        self._emit(Kind.PACK, unit, "gradients -> packed", takes="packed", gives=gradients, records="packed")
+        more: Any = {"waits": ("packed",), "records": "reduced", "moves": self._sizes(unit).reduce_moves}
+        self._emit(Kind.REDUCE, unit, "packed -> reduced", Stream.REDUCE, takes="reduced", **more)
         self.reducing.append(self._to_replicas(one) if self.spec.streams else one)
 
     def _to_replicas(self, one: Reducing) -> Reducing:
@@ -380,61 +337,26 @@ class _Planner:
         unit = one.unit
         if one.to_replicas or one.stored or not self.spec.units[unit].replicated:
             return one
-        reduced = Buffer("reduced", unit)
-        self._emit(
-            Kind.ALL_REDUCE,
-            unit,
-            Stream.ALL_REDUCE,
-            reads=(reduced, Buffer("partial", unit)),
-            writes=(reduced,),
-            waits=(Mark("reduced", unit),),
-            records=Mark("all-reduced", unit),
-            moves=self._sizes(unit).all_reduce_moves,
-        )
+        more: Any = {"waits": ("reduced",), "records": "all-reduced", "moves": self._sizes(unit).all_reduce_moves}
+        self._emit(Kind.ALL_REDUCE, unit, "reduced, partial -> reduced", Stream.ALL_REDUCE, **more)
         return Reducing(unit, one.stored, True, one.released)
 
     def _finish(self, one: Reducing) -> None:
         """End a reduction: the sharded parameters get their gradients, or its result is kept for later."""
         unit = one.unit
-        reduced, partial, result = Buffer("reduced", unit), Buffer("partial", unit), Buffer("result", unit)
-        packed = () if one.released else (Buffer("packed", unit),)
+        packed = "" if one.released else "packed"
         stream = Stream.ALL_REDUCE if one.to_replicas else Stream.REDUCE
         # The stream takes new memory: perhaps that of an earlier result, which was added to a gradient and freed.
-        waits = (Mark("all-reduced" if one.to_replicas else "reduced", unit), HANDED_OVER)
-        finished = Mark("finished", unit)
+        marks: Any = {"waits": ("all-reduced" if one.to_replicas else "reduced", HANDED_OVER), "records": "finished"}
         if one.stored:
-            self._emit(
-                Kind.STORE,
-                unit,
-                stream,
-                reads=(reduced, partial),
-                writes=(partial,),
-                takes=(partial,),
-                gives=(reduced,),
-                waits=waits,
-                records=finished,
-            )
-            self._emit(Kind.RELEASE, unit, gives=packed, waits=(finished,))
+            stored = "reduced, partial -> partial"
+            self._emit(Kind.STORE, unit, stored, stream, takes="partial", gives="reduced", **marks)
+            self._emit(Kind.RELEASE, unit, gives=packed, waits=("finished",))
             return
-        self._emit(
-            Kind.FINISH,
-            unit,
-            stream,
-            reads=(reduced,),
-            writes=(reduced, result),
-            takes=(result,),
-            waits=waits,
-            records=finished,
-        )
-        self._emit(
-            Kind.HAND_OVER,
-            unit,
-            reads=(result,),
-            writes=(Buffer("shard gradients", unit),),
-            gives=(*packed, reduced, partial, result),
-            waits=(finished,),
-            records=HANDED_OVER,
-        )
+        self._emit(Kind.FINISH, unit, "reduced -> reduced, result", stream, takes="result", **marks)
+        given, finished = f"{packed}, reduced, partial, result", ("finished",)
+        uses = "result -> shard gradients"
+        self._emit(Kind.HAND_OVER, unit, uses, gives=given, waits=finished, records=HANDED_OVER)
 
     def _make_room(self, following: int, buffers: int = 1) -> None:
         """Finish reductions before `following` bytes are packed, or a unit is gathered in backward.
@@ -458,7 +380,7 @@ class _Planner:
             self._finish(one)
 
     def _release(self, one: Reducing) -> Reducing:
-        self._emit(Kind.RELEASE, one.unit, gives=(Buffer("packed", one.unit),), waits=(Mark("reduced", one.unit),))
+        self._emit(Kind.RELEASE, one.unit, gives="packed", waits=("reduced",))
         return Reducing(one.unit, one.stored, one.to_replicas, True)
 
     def _end_reductions(self) -> None:
@@ -476,8 +398,27 @@ class _Planner:
 
     # ------------------------------------------------------------------ helpers
 
-    def _emit(self, kind: Kind, unit: int, stream: Stream = Stream.COMPUTE, **more: Any) -> None:
-        self.operations.append(Operation(kind, unit, stream, **more))
+    def _emit(
+        self,
+        kind: Kind,
+        unit: int,
+        uses: str = "",
+        stream: Stream = Stream.COMPUTE,
+        *,
+        takes: str = "",
+        gives: str = "",
+        waits: tuple[str | Mark, ...] = (),
+        records: str | Mark | None = None,
+        moves: int = 0,
+        why: str = "",
+    ) -> None:
+        """An operation for the unit. `uses` are the kinds of the unit's buffers that it reads and writes, as in
+        "packed -> reduced"; a mark that is text is one of the unit."""
+        reads, _, writes = uses.partition("->")
+        read, written, taken, given = [_buffers(unit, kinds) for kinds in (reads, writes, takes, gives)]
+        marks = tuple([_mark(unit, mark) for mark in waits])
+        recorded = None if records is None else _mark(unit, records)
+        self.operations.append(Operation(kind, unit, stream, read, written, taken, given, marks, recorded, moves, why))
 
     def _is_gathering(self, unit: int) -> bool:
         return self.where[unit] in (Where.GATHERING, Where.GATHERING_INNER)
@@ -488,3 +429,12 @@ class _Planner:
     def _bit_of(self, module: int) -> int:
         unit = self.spec.modules[module]
         return 1 << sum(each == unit for each in self.spec.modules[:module])
+
+
+def _buffers(unit: int, kinds: str) -> tuple[Buffer, ...]:
+    """The unit's buffers of these kinds, between commas, of which some may be left out."""
+    return tuple([Buffer(kind, unit) for each in kinds.split(",") if (kind := each.strip())])
+
+
+def _mark(unit: int, mark: str | Mark) -> Mark:
+    return Mark(mark, unit) if isinstance(mark, str) else mark
