@@ -229,8 +229,10 @@ def check_said() -> None:
     assert "Model and 3 more" in str(explain(model))
     gathers = [each for each in explain(model).operations if each.kind is Kind.GATHER]
     assert [each.unit for each in gathers] == [0, 0]
-    more = report(model).peak
-    assert report(apart(model)).peak < more and "in one message" not in str(report(model))
+    assert "in one message" not in str(report(apart(model)))
+    deep = shard_blocks(Model(12), reshard_after_forward=True)
+    more = report(deep).peak
+    assert report(apart(deep)).peak < more, "two groups at a time, and no more"
     with pytest.raises(FSDPValueError, match="nbytes must be a number of bytes, 0 or more, not -1"):
         model.set_coalesce_bytes(-1)
     # Only neighbours that nobody has set anything of their own for.
