@@ -17,7 +17,7 @@ MOST = {
     "Course": 3,
     "Executor": 6,
     "ExtendedBucket": 5,
-    "Faces": 3,
+    "Registration": 3,
     "Gradients": 5,
     "Group": 6,
     "Hooks": 4,  # what classes return; an object for each parameter

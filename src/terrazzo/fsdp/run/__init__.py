@@ -6,7 +6,7 @@ bucket           parameters of one dtype: their shard buffer and their unsharded
 extended         a parameter that is a tensor subclass with hooks for the all-gather
 gradients        from unsharded gradients to sharded ones
 kept             the part of parameters that is kept over a smaller mesh
-faces            which tensors are registered as parameters
+registration     which tensors are registered as parameters
 adopting         checks of parameters that users have replaced
 unit             the operations on the parameters of a unit; the planner decides when they run
 forming          which groups are one unit

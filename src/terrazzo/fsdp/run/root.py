@@ -28,9 +28,9 @@ from terrazzo.fsdp.run import forming
 from terrazzo.fsdp.run.backward import Backward
 from terrazzo.fsdp.run.comm import Collectives, OwnComm
 from terrazzo.fsdp.run.executor import Executor, streams_for
-from terrazzo.fsdp.run.faces import Shown
 from terrazzo.fsdp.run.forming import differ, form, part, runs_of
 from terrazzo.fsdp.run.memory import free_memory_aside
+from terrazzo.fsdp.run.registration import Shown
 from terrazzo.fsdp.run.unit import Unit
 
 # The number of roots so far, by process group: each has message tags of its own.
@@ -305,7 +305,7 @@ class Root:
     def _show_unsharded(self) -> None:
         """Register the unsharded parameters of units that rest: they are about to be used."""
         for unit in self.units:
-            if unit.faces.shown is Shown.RESTING:
+            if unit.registration.shown is Shown.RESTING:
                 unit.show_unsharded()
 
     def _rest(self, wanted: Callable[[Unit], bool]) -> None:
@@ -483,7 +483,7 @@ class Root:
         if unit.params and at_rest:
             self.follow(unit)
         self.advance((Event.UNSHARD, unit.index, at_rest))
-        if unit.faces.shown is Shown.RESTING:
+        if unit.registration.shown is Shown.RESTING:
             unit.show_unsharded()
 
     def reshard(self, unit: Unit) -> None:

@@ -29,9 +29,9 @@ from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Collectives, Comm
 from terrazzo.fsdp.run.encoded import bucket_of
 from terrazzo.fsdp.run.extended import ExtendedBucket, is_extended
-from terrazzo.fsdp.run.faces import Faces, Shown
 from terrazzo.fsdp.run.gradients import Gradients
 from terrazzo.fsdp.run.kept import Kept, kept_bytes, kept_moves
+from terrazzo.fsdp.run.registration import Registration, Shown
 from terrazzo.fsdp.settings import Settings
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.dtensor import WRITTEN
@@ -68,8 +68,8 @@ class Unit:
         self._kept: list[Kept | None] = []  # for each bucket its part over the smaller mesh; empty if none is kept
         self._prepared = False
         self._flags_changed = False  # of requires_grad, since somebody asked
-        self.faces = Faces(self.params)
-        self.replaced = self.faces.replaced
+        self.registration = Registration(self.params)
+        self.replaced = self.registration.replaced
         for group in groups:
             group.unit = self
 
@@ -113,7 +113,7 @@ class Unit:
     @property
     def resting(self) -> bool:
         """Whether the sharded parameters are registered, although the unsharded ones have memory."""
-        return self.faces.shown is Shown.RESTING
+        return self.registration.shown is Shown.RESTING
 
     def _settings_on(self, mesh: DataMesh) -> Settings:
         """The unit's settings with another mesh, for parameters that have one of their own."""
@@ -211,7 +211,7 @@ class Unit:
         if replaced:
             for i, one in replaced.items():
                 adopt(self.params[i], one, partly)
-            self.faces.show_replaced()
+            self.registration.show_replaced()
         found = [bucket for bucket in self.buckets if replaced or not bucket.shards_intact()]
         if found:
             self._prepared = False
@@ -243,7 +243,7 @@ class Unit:
         for each in kept:
             each.copy_flags()
         # Those of unsharded parameters are followed when the sharded ones are registered again.
-        both = self.faces.shown is not Shown.SHARDED
+        both = self.registration.shown is not Shown.SHARDED
         for param in self.params:
             flag = param.requires_grad
             if param.sharded._local.requires_grad is flag and (not both or param.unsharded_local.requires_grad is flag):
@@ -268,7 +268,7 @@ class Unit:
         Shards that were written after they were gathered are newer, and stay as they are. With `quick`, it is first
         asked whether there may be anything to do, as there hardly ever is.
         """
-        if self.faces.shown not in _HAVE_MEMORY:
+        if self.registration.shown not in _HAVE_MEMORY:
             return []
         if quick and not any(bucket.is_touched() for bucket in self.buckets):
             return []
@@ -280,7 +280,7 @@ class Unit:
 
     def _prepare(self) -> None:
         """Compute everything that is the same in every step."""
-        self.faces.show_replaced()
+        self.registration.show_replaced()
         if any(bucket.is_meta for bucket in self.buckets):
             return
         for bucket in self.buckets:
@@ -367,12 +367,12 @@ class Unit:
 
     def show_unsharded(self) -> None:
         """Register the unsharded parameters."""
-        self.faces.show(Shown.UNSHARDED)
+        self.registration.show(Shown.UNSHARDED)
 
     def rest(self) -> None:
         """Register the sharded parameters until the next use, and keep the memory of the others: of the unsharded ones,
         or of the kept parts."""
-        before = self.faces.shown
+        before = self.registration.shown
         if before is Shown.UNSHARDED:
             self.save_writes()
         for kept in self._kept:
@@ -416,9 +416,9 @@ class Unit:
         for bucket in self.buckets:
             bucket.free()
         self._drop_kept()
-        if self.faces.shown is Shown.RESTING:
-            self.faces.shown = Shown.SHARDED
-        elif self.faces.shown is not Shown.SHARDED:
+        if self.registration.shown is Shown.RESTING:
+            self.registration.shown = Shown.SHARDED
+        elif self.registration.shown is not Shown.SHARDED:
             self._show_sharded(Shown.SHARDED)
 
     def _show_sharded(self, what: Shown) -> None:
@@ -426,7 +426,7 @@ class Unit:
             if param.unsharded_local.requires_grad is not param.requires_grad and param.follow_flag():
                 self._note_flag(param, in_backward())
                 self._flags_changed = True
-        self.faces.show(what)
+        self.registration.show(what)
 
     def keep(self) -> None:
         """Keep this rank's parts over smaller meshes, and free the rest."""
@@ -441,7 +441,7 @@ class Unit:
             if kept is not None:
                 faces.update(kept.take())
             bucket.free()
-        self.faces.show(Shown.KEPT, [faces.get(id(p), p.sharded) for p in self.params])
+        self.registration.show(Shown.KEPT, [faces.get(id(p), p.sharded) for p in self.params])
 
     def was_written_since_forward(self) -> bool:
         """Whether shards were written, or what is kept of them over a smaller mesh."""
@@ -534,7 +534,7 @@ class Unit:
         """Register sharded parameters after a failure; with `gradients`, also drop unsharded gradients."""
         with ExitStack() as also_if_one_raises:  # the last callback runs first
             also_if_one_raises.callback(self._free)
-            if self.faces.shown in _HAVE_MEMORY:
+            if self.registration.shown in _HAVE_MEMORY:
                 for bucket in self.buckets:
                     also_if_one_raises.callback(bucket.put_back)
             for each in self.gradients:

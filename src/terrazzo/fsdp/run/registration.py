@@ -23,7 +23,7 @@ class Shown(Enum):
     KEPT = "parts over a smaller mesh, and the sharded parameters that have none"
 
 
-class Faces:
+class Registration:
     """The registration of a unit's parameters in its modules."""
 
     def __init__(self, params: Sequence[ShardedParameter]) -> None:
@@ -65,4 +65,4 @@ class Faces:
         self.show(Shown.SHARDED)
 
 
-__all__ = ["Faces", "Shown"]
+__all__ = ["Registration", "Shown"]
