@@ -11,7 +11,7 @@ from terrazzo.checkpoint.formats.source import CopyPlanner, Source
 from terrazzo.checkpoint.planner import WriteItem
 from terrazzo.checkpoint.run.sides import side_of_writer
 from terrazzo.checkpoint.storage import StorageWriter
-from terrazzo.checkpoint.stores import Place, Upload
+from terrazzo.checkpoint.stores import Place, Store, Upload
 from terrazzo.errors import CheckpointExistsError
 
 
@@ -32,23 +32,22 @@ def copy_checkpoint(source: Source, writer: StorageWriter, how: Writing) -> None
         raise
 
 
-def check_absent(target: Place, how: Writing) -> None:
-    """Raise if the target, a file, exists and may not be replaced."""
+def make_ready(target: Place, how: Writing) -> None:
+    """Make the folder of the target, a file; raise if it exists and may not be replaced."""
     if target.local is not None and target.is_dir():
         raise CheckpointExistsError(f"{target} is a folder, and the checkpoint one file: convert to a name in it")
     if not how.overwrite and target.exists():
         raise CheckpointExistsError(f"{target} exists: convert to another name, or with overwrite=True")
+    target.parent.store.prepare()
 
 
 @contextmanager
-def new_file(target: Place) -> Iterator[Upload]:
+def new_file(store: Store, name: str) -> Iterator[Upload]:
     """A new file, to be written from its beginning to its end. It replaces an existing one when it is complete.
 
     If an error is raised, the existing file stays.
     """
-    store = target.parent.store
-    store.prepare()
-    file = store.stream(target.name)
+    file = store.stream(name)
     try:
         yield file
     except BaseException:

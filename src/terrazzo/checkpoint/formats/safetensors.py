@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from terrazzo.checkpoint.formats.checking import check_file
-from terrazzo.checkpoint.formats.copying import check_absent, new_file
+from terrazzo.checkpoint.formats.copying import make_ready, new_file
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.huggingface.converting import WeightsSource
 from terrazzo.checkpoint.formats.huggingface.layout import lay_out
@@ -33,12 +33,12 @@ class Safetensors(Format):
         return checked
 
     def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
-        check_absent(target, how)
+        make_ready(target, how)
         source = WeightsSource(reader, how.only)
         tensors = source.about()
         layout = lay_out(tensors, numbers=dict.fromkeys(tensors, 1))
         (planned,) = layout.files
-        with new_file(target) as file:
+        with new_file(target.parent.store, target.name) as file:
             file.write(0, [memoryview(planned.header)])
             for name in planned.names:
                 position = layout.slots[name].start

@@ -29,7 +29,7 @@ from terrazzo.checkpoint.planner import (
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.torch_api.readers import Boxes
 from terrazzo.errors import CheckpointError, UnsupportedValueError
-from terrazzo.layout.box import Box
+from terrazzo.layout.box import Box, boxes_of_flat_range
 
 _PIECE: Final = 16 << 20  # bytes in memory at a time while a tensor is copied
 _CHUNK: Final = 256 << 20  # larger chunks are copied in parts
@@ -53,24 +53,46 @@ class Source:
         """Fill `target` with a box of a tensor."""
         self._boxes.read([(name, box, target)])
 
-    def pieces(self, name: str, progress: Callable[[str, int], None] | None = None) -> Iterator[memoryview]:
+    def whole(self, name: str) -> Any:
+        """All of a tensor, or another value."""
+        entry = self.metadata.state_dict_metadata[name]
+        if isinstance(entry, TensorStorageMetadata):
+            found = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+            self.read(name, Box.whole(entry.size), found)
+            return found
+        value = self.value(name)
+        if not isinstance(value, ObjectBytes):
+            raise UnsupportedValueError(f"{name}: its bytes can be read only by the custom planner that wrote them")
+        return value.value
+
+    def pieces(
+        self,
+        name: str,
+        progress: Callable[[str, int], None] | None = None,
+        elements: tuple[int, int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Iterator[memoryview]:
         """A tensor's bytes in row-major order, in pieces; each is valid until the next one is requested.
 
-        `progress` is called for each piece when the next one is requested.
+        Args:
+            progress: called for each piece when the next one is requested.
+            elements: the first one, and the one after the last; None: all.
+            dtype: another dtype to convert them to.
         """
         entry = self.metadata.state_dict_metadata[name]
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{name} is not a tensor")
-        dtype = entry.properties.dtype
-        buffer = torch.empty(0, dtype=dtype, device="cpu")
-        for window in row_major_windows(entry.size, max(_PIECE // dtype.itemsize, 1)):
-            if window.numel > buffer.numel():
-                buffer = torch.empty(window.numel, dtype=dtype, device="cpu")
-            part = buffer[: window.numel]
-            self.read(name, window, part.view(window.lengths))
-            yield bytes_of(part)
-            if progress is not None:
-                progress(name, part.nbytes)
+        own = entry.properties.dtype
+        start, stop = elements or (0, entry.size.numel())
+        limit = max(_PIECE // (own.itemsize + (0 if dtype is None or dtype is own else dtype.itemsize)), 1)
+        buffer = torch.empty(min(stop - start, limit), dtype=own, device="cpu")
+        for box in boxes_of_flat_range(entry.size, start, stop):
+            for window in row_major_windows(box.lengths, limit):
+                part = buffer[: window.numel]
+                self.read(name, window.shifted(box.offsets), part.view(window.lengths))
+                yield bytes_of(part if dtype is None else part.to(dtype))
+                if progress is not None:
+                    progress(name, part.nbytes)
 
     def value(self, name: str) -> io.BytesIO:
         """A stored value that is not a tensor: an `ObjectBytes`, or bytes that a custom planner encoded."""

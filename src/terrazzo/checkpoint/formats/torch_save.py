@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from terrazzo.checkpoint.formats.checking import check_file
-from terrazzo.checkpoint.formats.copying import check_absent, new_file
+from terrazzo.checkpoint.formats.copying import make_ready, new_file
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.source import Source
 from terrazzo.checkpoint.formats.torch_archive import is_start_of_archive
 from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
 from terrazzo.checkpoint.formats.torch_writing import PendingTensor, write_archive
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
-from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place
-from terrazzo.errors import UnsupportedValueError
 
 
 class TorchSave(Format):
@@ -37,9 +36,9 @@ class TorchSave(Format):
         return checked
 
     def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
-        check_absent(target, how)
+        make_ready(target, how)
         value = _tree(Source(reader), how)
-        with new_file(target) as file:
+        with new_file(target.parent.store, target.name) as file:
             write_archive(file, 0, value, target.name.rpartition(".")[0] or target.name or "archive")
 
 
@@ -48,18 +47,9 @@ def _tree(source: Source, how: Writing) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, entry in source.metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            value: Any = _pending(source, name, entry, how)
+            pieces = partial(source.pieces, name, how.progress)
+            value: Any = PendingTensor(entry.properties.dtype, tuple(entry.size), pieces)
         else:
-            found = source.value(name)
-            if not isinstance(found, ObjectBytes):
-                raise UnsupportedValueError(f"{name}: its bytes can be read only by the custom planner that wrote them")
-            value = found.value
+            value = source.whole(name)
         set_element(tree, source.paths.get(name, (name,)), value)
     return tree
-
-
-def _pending(source: Source, name: str, entry: TensorStorageMetadata, how: Writing) -> PendingTensor:
-    def pieces() -> Iterator[memoryview]:
-        return source.pieces(name, how.progress)
-
-    return PendingTensor(entry.properties.dtype, tuple(entry.size), pieces)

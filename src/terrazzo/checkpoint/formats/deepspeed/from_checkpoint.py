@@ -6,7 +6,6 @@ Tensors are read in pieces while their file is written.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any, Final
 
 import torch
@@ -24,13 +23,10 @@ from terrazzo.checkpoint.formats.deepspeed.writing import (
 from terrazzo.checkpoint.formats.source import Source
 from terrazzo.checkpoint.formats.torch_writing import PendingTensor
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
-from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.memory import bytes_of
-from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointFormatError, UnsupportedValueError
-from terrazzo.layout.box import Box, boxes_of_flat_range
 
 _PIECE: Final = 16 << 20  # bytes in memory at a time
 # Values without which the order of parameters is unknown.
@@ -90,16 +86,11 @@ def write_deepspeed(
 def _values(source: Source) -> dict[str, Any]:
     """Everything except the model and the optimizer's state of parameters, nested as it was saved."""
     nested: dict[str, Any] = {}
-    for name, entry in source.metadata.state_dict_metadata.items():
+    for name in source.metadata.state_dict_metadata:
         path = source.paths.get(name, (name,))
         if path[0] == "module" or path[:2] == ("optimizer", "state") or str(path[0]).startswith("rng@"):
             continue
-        if isinstance(entry, TensorStorageMetadata):
-            value: Any = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-            source.read(name, Box.whole(entry.size), value)
-        else:
-            value = _value(source, name)
-        set_element(nested, path, value)
+        set_element(nested, path, source.whole(name))
     absent = [name for name in _NEEDED if name not in nested]
     if absent or not nested.get("optimizer", {}).get("param_groups"):
         raise CheckpointFormatError(
@@ -107,13 +98,6 @@ def _values(source: Source) -> dict[str, Any]:
             "the order of parameters in DeepSpeed's partitions is unknown: convert it to another format"
         )
     return nested
-
-
-def _value(source: Source, name: str) -> Any:
-    found = source.value(name)
-    if not isinstance(found, ObjectBytes):
-        raise UnsupportedValueError(f"{name}: encoded by a custom planner, which alone can decode it")
-    return found.value
 
 
 def _layout(source: Source, values: Mapping[str, Any], stage: int | None, ranks: int) -> Layout:
@@ -176,13 +160,10 @@ def _kept(source: Source) -> dict[str, dict[str, Any]]:
             continue
         _, _, parameter, key = path
         entry = source.metadata.state_dict_metadata[name]
-        if not isinstance(entry, TensorStorageMetadata):
-            value = _value(source, name)
-        elif key == "step":
-            value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-            source.read(name, Box.whole(entry.size), value)
+        if isinstance(entry, TensorStorageMetadata) and key != "step":
+            value: Any = torch.empty(entry.size, device="meta")
         else:
-            value = torch.empty(entry.size, device="meta")
+            value = source.whole(name)
         kept.setdefault(str(parameter), {})[str(key)] = value
     return kept
 
@@ -203,47 +184,31 @@ class _Streamed:
         stored = f"module.{name}"
         entry = self._source.metadata.state_dict_metadata[stored]
         if not isinstance(entry, TensorStorageMetadata):
-            return _value(self._source, stored)
+            return self._source.whole(stored)
         own = entry.properties.dtype
         wanted = dtype if dtype is not None and own.is_floating_point else own
-        shape = tuple(entry.size)
-        return PendingTensor(wanted, shape, lambda: self._elements(stored, shape, 0, prod(shape), wanted))
+        return PendingTensor(
+            wanted, tuple(entry.size), lambda: self._source.pieces(stored, self._progress, dtype=wanted)
+        )
 
     def _flat(
         self, kind: str, placed: Sequence[Placed], rank: int, length: int, dtype: torch.dtype
     ) -> Iterator[memoryview]:
-        position = 0
+        position, entries = 0, self._source.metadata.state_dict_metadata
         for where in placed:
             stored = f"module.{where.name}" if kind == "module" else f"optimizer.state.{where.name}.{kind}"
             start = 0
             for run in where.runs:
                 if run.rank == rank:
                     yield from _zeros(run.start - position, dtype)
-                    yield from self._elements(stored, where.shape, start, start + run.length, dtype)
+                    if isinstance(entries.get(stored), TensorStorageMetadata):
+                        elements = (start, start + run.length)
+                        yield from self._source.pieces(stored, self._progress, elements, dtype)
+                    else:  # optimizer state that does not exist yet
+                        yield from _zeros(run.length, dtype)
                     position = run.start + run.length
                 start += run.length
         yield from _zeros(length - position, dtype)
-
-    def _elements(
-        self, name: str, shape: Sequence[int], start: int, stop: int, dtype: torch.dtype
-    ) -> Iterator[memoryview]:
-        """Elements of a tensor in row-major order; zeros for optimizer state that does not exist yet."""
-        entry = self._source.metadata.state_dict_metadata.get(name)
-        if not isinstance(entry, TensorStorageMetadata):
-            yield from _zeros(stop - start, dtype)
-            return
-        own = entry.properties.dtype
-        limit = _PIECE // (own.itemsize + (dtype.itemsize if dtype is not own else 0))
-        buffer = torch.empty(min(stop - start, limit), dtype=own, device="cpu")
-        for box in boxes_of_flat_range(shape, start, stop):
-            for window in row_major_windows(box.lengths, limit):
-                piece = buffer[: window.numel]
-                self._source.read(name, window.shifted(box.offsets), piece.view(window.lengths))
-                converted = piece.to(dtype)
-                yield bytes_of(converted)
-                del converted
-                if self._progress is not None:
-                    self._progress(name, piece.nbytes)
 
 
 def _zeros(count: int, dtype: torch.dtype) -> Iterator[memoryview]:

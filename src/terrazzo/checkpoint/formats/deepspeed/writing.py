@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from terrazzo.checkpoint.formats.copying import new_file
 from terrazzo.checkpoint.formats.deepspeed.partitions import (
     Placed,
     in_one_line,
@@ -132,13 +133,8 @@ class Tensors(Protocol):
 
 def write_file(store: Store, name: str, value: Mapping[str, Any]) -> None:
     """Write a file as `torch.save` does, and make it durable."""
-    file = store.stream(name)
-    try:
+    with new_file(store, name) as file:
         write_archive(file, 0, value)
-    except BaseException:
-        file.abort()
-        raise
-    file.finish()
 
 
 # ------------------------------------------------------------------ the optimizer
