@@ -1,4 +1,4 @@
-"""What a planner of one's own does is done, whatever it is built on: by delegation, by inheritance, or from nothing."""
+"""What a planner or a reader of one's own does is done, whatever it is built on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ranks import run_ranks
-from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, load, save
+from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, load, save
 from terrazzo.checkpoint.planner import LoadPlanner, SavePlanner
 
 
@@ -43,6 +43,19 @@ def check_delegation(path: str) -> None:
 def test_a_planner_that_delegates(tmp_path: Any) -> None:
     for ranks in (1, 2):
         run_ranks(ranks, check_delegation, str(tmp_path / str(ranks)))
+
+
+class Unset(FileSystemReader):
+    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool) -> None:
+        """Nothing."""
+
+
+def test_a_reader_that_is_set_up_in_its_own_way(tmp_path: Any) -> None:
+    save({"w": torch.arange(4.0), "step": 3}, checkpoint_id=tmp_path, no_dist=True)
+    state = {"w": torch.zeros(4), "step": 0}
+    load(state, storage_reader=Unset(tmp_path), no_dist=True)
+    assert state["w"].tolist() == [0, 1, 2, 3] and state["step"] == 3
+    assert Checkpoint(Unset(tmp_path))["w"][1:3].tolist() == [1, 2]
 
 
 class Doubling(DefaultLoadPlanner):

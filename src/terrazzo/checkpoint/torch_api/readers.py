@@ -83,9 +83,8 @@ class TargetReader(StorageReader):
         return done
 
     def _entry_of(self, name: str) -> TensorStorageMetadata:
-        if self._table is None:
-            self.set_up_storage_reader(self.read_metadata(), True)
-            assert self._table is not None
+        if self._table is None:  # a subclass of a user's own may have another `set_up_storage_reader`
+            self._table = self.read_metadata().state_dict_metadata
         entry = self._table.get(name)
         if entry is None:
             raise CheckpointError(f"the checkpoint holds no tensor {name!r}")
