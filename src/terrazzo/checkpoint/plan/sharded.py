@@ -258,7 +258,28 @@ def _local_shards(value: Any) -> list[tuple[Box, Any]]:
     ]
 
 
-class ChunkedTensor:
+class OfChunks:
+    """What other parts see of a class with `own_chunks`: a distributed tensor."""
+
+    __slots__ = ()
+
+    def own_chunks(self) -> Sequence[tuple[Box, torch.Tensor]]:
+        """This rank's boxes, and their elements."""
+        raise NotImplementedError
+
+    def to_local(self) -> torch.Tensor:
+        """The data of the only chunk."""
+        ((_, data),) = self.own_chunks()
+        return data
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box, _ in self.own_chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return next(data for box, data in self.own_chunks() if box.offsets == tuple(index.offset or ()))
+
+
+class ChunkedTensor(OfChunks):
     """This rank's boxes of a tensor, and tensors with their elements.
 
     Other parts of the library save and load boxes of tensors by it.
@@ -280,19 +301,5 @@ class ChunkedTensor:
         """The shape of the whole tensor."""
         return self._size
 
-    def to_local(self) -> torch.Tensor:
-        """The data of the only chunk."""
-        ((_, data),) = self._chunks.values()
-        return data
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box, _ in self._chunks.values()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self._chunks[tuple(index.offset or ())][1]
-
     def own_chunks(self) -> Sequence[tuple[Box, torch.Tensor]]:
-        """This rank's boxes, and their elements."""
         return list(self._chunks.values())

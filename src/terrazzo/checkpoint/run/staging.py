@@ -21,12 +21,12 @@ import msgspec
 import torch
 
 from terrazzo._threads import Worker
-from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, MetadataIndex
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
 from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import encode
 from terrazzo.checkpoint.plan.flatten import PerRank
-from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, Viewer, check_storable, is_sharded
+from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, OfChunks, Viewer, check_storable, is_sharded
 from terrazzo.checkpoint.run.device_copies import Accelerator, ThisAccelerator, copy_from_devices
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
@@ -153,7 +153,7 @@ _in_use: dict[int, _Use] = {}  # by the id of a stager
 os.register_at_fork(after_in_child=_in_use.clear)  # the saves are the parent's
 
 
-class StagedTensor(msgspec.Struct, eq=False):
+class StagedTensor(OfChunks, msgspec.Struct, eq=False):
     """A rank's part of a distributed tensor, in host memory and without its process group.
 
     `memory` has the copies of all tensors of the state dict, when they have been made; the shards are those of the
@@ -170,19 +170,9 @@ class StagedTensor(msgspec.Struct, eq=False):
     def size(self) -> torch.Size:
         return self.shape
 
-    def to_local(self) -> torch.Tensor:
-        return self.memory[self.numbers[0]]
-
     def own_chunks(self) -> list[tuple[Box, torch.Tensor]]:
         """The boxes and their shards."""
         return [(box, self.memory[number]) for box, number in zip(self.boxes, self.numbers, strict=True)]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box in self.boxes]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        offsets = tuple(index.offset or ())
-        return self.memory[self.numbers[[box.offsets for box in self.boxes].index(offsets)]]
 
 
 class BlockingAsyncStager:
