@@ -25,26 +25,51 @@ from terrazzo.comm import CommEvent, add_observer, observe, remove_observer
 from terrazzo.comm.axis import Axis
 from terrazzo.fsdp.explain import sharded
 from terrazzo.fsdp.plan.check import sizes_of
-from terrazzo.fsdp.plan.operations import Operation
+from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
 from terrazzo.fsdp.plan.step import lines_of
-from terrazzo.fsdp.plan.units import Spec
+from terrazzo.fsdp.run.root import Root
+from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.timeline import Collective, Memory, Timeline, frame_of
+
+# Operations in which shards may be written: with what users wrote to unsharded parameters, or in hooks on gradients.
+_WRITE = frozenset([Kind.FREE, Kind.KEEP, Kind.HAND_OVER])
 
 
 class Trace:
     """The operations of a step that ran, in the order in which they began on this rank's host, with their times."""
 
-    def __init__(self, frame: Timeline, spec: Spec) -> None:
+    def __init__(self, root: Root) -> None:
         self.operations: list[Operation] = []
-        self._frame = msgspec.structs.replace(frame, began=time(), planned=False)
-        self._spec = spec
-        self._memory = Memory(sizes_of(spec))
+        self._root, self._spec = root, root.spec()
+        self._frame = msgspec.structs.replace(frame_of(root), began=time(), planned=False)
+        self._memory = Memory(sizes_of(self._spec))
+        self._epochs = {unit.index: unit.epoch for unit in root.units}  # of the shards, as far as is recorded
         self._zero = perf_counter()
         # The program's own collectives, by the number of the event: the thread that started each, and its axis.
         self._collectives: list[tuple[Collective, int, Axis]] = []
 
     def ran(self, operation: Operation, began: float) -> None:
-        """Record an operation that has ended."""
+        """Record an operation that has ended, and writes to shards since the last one."""
+        unit = self._root.unit_at(operation.unit) if operation.unit >= 0 else None
+        writes = unit if operation.kind in _WRITE else None
+        for each in self._root.units:
+            if each is not writes:
+                self._note_write(each)
+        if operation.kind is Kind.GATHER and unit is not None:
+            operation = replace(operation, epoch=unit.gathered_epoch)
+        self._record(operation, began)
+        if writes is not None:
+            self._note_write(writes)
+
+    def _note_write(self, unit: Unit) -> None:
+        """Record that a unit's shards were written, by an optimizer or other code, if they were."""
+        known, epoch = self._epochs.get(unit.index, unit.epoch), unit.epoch
+        self._epochs[unit.index] = epoch
+        if known != epoch:
+            write = Operation(Kind.WRITE, unit.index, writes=(Buffer("shard", unit.index),), epoch=epoch)
+            self._record(write, perf_counter())
+
+    def _record(self, operation: Operation, began: float) -> None:
         begin, end = began - self._zero, perf_counter() - self._zero
         # Collectives that this thread started since `began` are those of the operation itself.
         thread = threading.get_ident()
@@ -119,7 +144,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         model: The root module, or any module of it that `fully_shard` was called on.
     """
     _, root = sharded(model, "trace")
-    found = Trace(frame_of(root), root.spec())
+    found = Trace(root)
     before, root.executor.observers = root.executor.observers, (found,)
     add_observer(found._started)
     observe.add_end_observer(found._ended)

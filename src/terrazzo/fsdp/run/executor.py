@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ from torch.autograd.profiler import record_function
 from terrazzo._torch.autograd import profiling
 from terrazzo.comm.watch import Watch
 from terrazzo.errors import CommError
-from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
+from terrazzo.fsdp.plan.operations import Kind, Operation
 from terrazzo.fsdp.plan.planner import advance
 from terrazzo.fsdp.plan.state import State
 from terrazzo.fsdp.plan.units import Spec
@@ -53,7 +52,6 @@ class Executor:
     def __init__(self, watch: Watch, watch_replicas: Watch) -> None:
         self.watch, self.watch_replicas = watch, watch_replicas
         self.observers: tuple[Observer, ...] = ()
-        self._epochs: dict[int, int] = {}  # by unit, the epoch that was last reported to observers
         self._nodes: dict[tuple[Spec, tuple[int, ...], State], _Node] = {}
         self.spec = Spec((), False)  # the planner's input
         self._order: tuple[int, ...] = ()
@@ -112,18 +110,12 @@ class Executor:
         self._node = found[1]
 
     def _run_observed(self, operations: tuple[Operation, ...]) -> None:
-        for unit in self._units.values():
-            self._observe_writes(unit)
         for each in operations:
             began = perf_counter()
             call = self.call_of(each)
             if call is not None:
                 with record_function(self._name_of(each)):
                     call()
-            if each.kind in (Kind.FREE, Kind.KEEP):
-                self._observe_writes(self._units[each.unit])
-            if each.kind is Kind.GATHER:
-                each = replace(each, epoch=self._units[each.unit].gathered_epoch)
             for observer in self.observers:
                 observer.ran(each, began)
 
@@ -131,15 +123,6 @@ class Executor:
         """The operation's name in a profile."""
         unit = self._units.get(operation.unit)
         return f"fully_shard: {operation.kind.value}{'' if unit is None else f' {unit.name}'}"
-
-    def _observe_writes(self, unit: Unit) -> None:
-        """Report writes to the shards since the last operation to observers."""
-        known, epoch = self._epochs.get(unit.index), unit.epoch
-        self._epochs[unit.index] = epoch
-        if known is not None and known != epoch:
-            write = Operation(Kind.WRITE, unit.index, writes=(Buffer("shard", unit.index),), epoch=epoch)
-            for observer in self.observers:
-                observer.ran(write, perf_counter())
 
     def reset(self, *, gradients: bool) -> None:
         """After a failure: reshard everything, and drop running communication."""
