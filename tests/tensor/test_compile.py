@@ -528,15 +528,15 @@ def sharded(way: str) -> None:
             with trace(m) as steps:
                 outs.append(m(x))
                 outs[-1].square().mean().backward()
-            kinds.append([(event.kind, event.group, event.bytes, event.in_backward) for event in steps.events])
+            kinds.append([(each.kind, each.unit, each.why, each.moves, each.backward) for each in steps.operations])
             optimizer.step()
             assert m[0].norm1.weight.grad is not None
         same(*outs)
         same_gradients(model, eager)
         # Blocks are gathered ahead as eager ones are: the next one in forward, the one before in backward.
         assert kinds[0] == kinds[1]
-        ahead = [(group, backward) for kind, group, _, backward in kinds[0] if kind == "prefetch"]
-        assert not step or ahead == [("1", False), ("2", False), ("1", True), ("0", True)]
+        ahead = [(unit, backward) for _, unit, why, _, backward in kinds[0] if why == "prefetch"]
+        assert not step or ahead == [(2, False), (3, False), (3, True), (2, True), (1, True)]
         for optimizer in optimizers:
             optimizer.zero_grad()
     for block in model:
