@@ -31,6 +31,7 @@ from terrazzo.engine.config import OptimizerConfig, read_config
 from terrazzo.engine.deepspeed_keys import KEYS, SECTIONS
 from terrazzo.engine.optim import make_optimizer
 from terrazzo.errors import EngineConfigError
+from terrazzo.tensor.debug import CommDebugMode
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs" / "deepspeed.md"
@@ -106,7 +107,7 @@ OTHER_DEFAULTS = {
 }
 # Keys that mean the same as in DeepSpeed, but which it does not have (any more), or whose sections need them.
 WITHOUT_DEFAULT = {
-    "zero_optimization.wrap", "seed",  # terrazzo's own
+    "zero_optimization.wrap", "zero_optimization.offload_optimizer.step_on", "seed",  # terrazzo's own
     "sparse_gradients",  # of DeepSpeed until 0.18
     "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics",
     *(f"data_efficiency.data_routing.random_ltd.{k}" for k in (
@@ -267,8 +268,8 @@ def test_configs_that_people_have():
     ("given", "message"),
     [
         (
-            {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-            "zero_quantized_weights is not supported",
+            {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
+            "zero_quantized_nontrainable_weights is not supported",
         ),
         ({"tensor_parallel": {"autotp_size": 4}}, "parallelize_module"),
         ({"compile": {"deepcompile": True}}, "torch.compile"),
@@ -276,6 +277,7 @@ def test_configs_that_people_have():
         ({"amp": {"enabled": True}}, "has removed it"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "are float32"),
         ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}, "needs stage 3"),
+        ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "zero_quantized_weights needs stage 3"),
         ({"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "sum"}, "stage 0, 1 or 2"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast.dtype"),
         (
@@ -316,6 +318,16 @@ def check_sharding_within_a_group() -> None:
         weight = engine.module.head.weight
         if "mics_shard_size" in zero:
             assert weight.device_mesh.shape == (4 // zero["mics_shard_size"], zero["mics_shard_size"])
+    quantized = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
+    engine = initialize(make_model(), config=config(3, zero_optimization={"stage": 3, **quantized}))
+    with CommDebugMode() as seen:
+        losses = steps_of(engine)
+    plain = initialize(make_model(), config=config(3, zero_optimization={"stage": 3, "zero_hpz_partition_size": 2}))
+    with CommDebugMode() as seen_plain:
+        steps_of(plain)
+    assert seen.get_total_bytes() < seen_plain.get_total_bytes()
+    torch.testing.assert_close(losses, expected, rtol=0.05, atol=0.05)
+    assert not torch.equal(losses, expected)
     for size in (0, 4, 8):  # no groups, or one of all
         engine = initialize(
             make_model(), config=config(3, zero_optimization={"stage": 3, "zero_hpz_partition_size": size})

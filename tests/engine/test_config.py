@@ -28,6 +28,16 @@ LTD = {"enabled": True, "random_ltd_layer_id": [1]}
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer needs .* 1 or 2 or 3"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "'nvme' is not supported"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}, r"offload_param\.device"),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": {"device": "cpu"},
+                    "offload_optimizer": {"device": "cpu", "step_on": "device"},
+                }
+            },
+            "step_on 'device' with offload_param",
+        ),
         ({"sparse_gradients": True, "zero_optimization": {"stage": 2}}, "sparse_gradients needs"),
         ({"data_efficiency": {"data_sampling": {"curriculum_learning": CURRICULUM}}}, "curriculum_metrics"),
         ({"data_efficiency": {"data_routing": {"random_ltd": LTD}}}, "random_ltd_schedule"),

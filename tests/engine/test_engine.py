@@ -12,6 +12,7 @@ from ranks import device_type, run_ranks
 from terrazzo.engine import initialize
 from terrazzo.engine.placing import backends
 from terrazzo.errors import EngineConfigError, EngineError
+from terrazzo.fsdp import offload
 
 pytestmark = pytest.mark.on_late
 
@@ -77,6 +78,14 @@ def check_offload() -> None:
         engine = engine_of(zero["stage"], zero_optimization=zero)
         torch.testing.assert_close(torch.tensor(train(engine, STEPS)), torch.tensor(expected), rtol=1e-5, atol=1e-5)
         assert all(p.device.type == "cpu" for p in engine.module.parameters())
+    parked, to_host = [], offload.to_host
+    offload.to_host = lambda local, settings: parked.append(local) or to_host(local, settings)  # type: ignore[assignment]
+    try:
+        engine = engine_of(2, zero_optimization={"stage": 2, "offload_optimizer": {**cpu, "step_on": "device"}})
+        torch.testing.assert_close(torch.tensor(train(engine, STEPS)), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    finally:
+        offload.to_host = to_host
+    assert len(parked) == 2 * STEPS * len(engine.optimizer.state) > 0  # two tensors of AdamW's for each
 
 
 def test_offload_to_the_cpu():

@@ -32,6 +32,12 @@ class OffloadConfig(_Section, frozen=True):
     pin_memory: bool = True
 
 
+class OffloadOptimizerConfig(OffloadConfig, frozen=True):
+    """`offload_optimizer`; with `step_on` "device" only the optimizer's state is in CPU memory, except in its step."""
+
+    step_on: Literal["cpu", "device"] = "cpu"
+
+
 class LeafConfig(_Section, frozen=True):
     """`leaf_module`: modules, by class, name or end of their name, of which each is gathered and reduced as one."""
 
@@ -48,16 +54,19 @@ class ZeroConfig(_Section, frozen=True):
     """`zero_optimization`: what is sharded over the data-parallel ranks.
 
     The optimizer works on shards of the parameters, so both offloads have the same effect here: with either, shards,
-    reduced gradients and the optimizer's state are in CPU memory, and the optimizer steps there. The last two fields
+    reduced gradients and the optimizer's state are in CPU memory, and the optimizer steps there, unless `step_on` says
+    that it steps on the device. The last two fields
     only say how DeepSpeed lays out the optimizer's partitions, for checkpoints written in its layout.
     """
 
     stage: Literal[0, 1, 2, 3] = 0
-    offload_optimizer: OffloadConfig = OffloadConfig()
+    offload_optimizer: OffloadOptimizerConfig = OffloadOptimizerConfig()
     offload_param: OffloadConfig = OffloadConfig()
     wrap: tuple[str, ...] = ()  # class names of the modules to gather together; empty: the items of module lists
     leaf_module: LeafConfig = LeafConfig()
     zero_hpz_partition_size: Annotated[int, msgspec.Meta(ge=0)] = 1  # in stage 3: how many ranks gather in backward
+    zero_quantized_weights: bool = False  # in stage 3: gather matrices as int8
+    zero_quantized_gradients: bool = False  # in stage 3: send the gradients of matrices as int8
     mics_shard_size: Count | None = None  # how many ranks a parameter is sharded over; groups of them are replicas
     sub_group_size: Count = 1_000_000_000
     round_robin_gradients: bool = False
@@ -300,6 +309,9 @@ def _check(config: EngineConfig) -> None:
     zero = config.zero_optimization
     if zero.zero_hpz_partition_size > 1 and zero.stage != 3:
         raise EngineConfigError(f"config: zero_optimization.zero_hpz_partition_size needs stage 3, not {zero.stage}")
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if getattr(zero, name) and zero.stage != 3:
+            raise EngineConfigError(f"config: zero_optimization.{name} needs stage 3, not {zero.stage}")
     if zero.mics_shard_size is not None and zero.stage == 0:
         raise EngineConfigError("config: zero_optimization.mics_shard_size needs stage 1, 2 or 3, not 0")
     if config.gradient_allreduce_op == "sum" and zero.stage == 3:
@@ -319,6 +331,11 @@ def _check(config: EngineConfig) -> None:
 
 
 def _check_offload(zero: ZeroConfig) -> None:
+    if zero.offload_optimizer.step_on == "device" and zero.offload_param.device == "cpu":
+        raise EngineConfigError(
+            "config: zero_optimization.offload_optimizer.step_on 'device' with offload_param: the optimizer steps "
+            "where the parameters' shards are; choose one"
+        )
     for name, section, stages in (
         ("offload_optimizer", zero.offload_optimizer, (1, 2, 3)),
         ("offload_param", zero.offload_param, (3,)),

@@ -26,7 +26,7 @@ from terrazzo.comm import Axis, axis_of, collectives
 from terrazzo.engine.config import EngineConfig, ZeroConfig
 from terrazzo.engine.leaves import is_leaf, leaves_in
 from terrazzo.errors import EngineConfigError
-from terrazzo.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from terrazzo.fsdp import CPUOffloadPolicy, FSDPModule, Int8Blocks, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.foreign import is_torch_dtensor
 
@@ -167,7 +167,9 @@ def shard_model(
             module.set_reduce_scatter_divide_factor(1.0)  # type: ignore[operator]
 
     if unmade:
-        resting = "cpu" if isinstance(_offload(config), CPUOffloadPolicy) else ranks.mesh.device_type
+        policy = _offload(config)
+        away = isinstance(policy, CPUOffloadPolicy) and policy.parameters
+        resting = "cpu" if away else ranks.mesh.device_type
         _make_values(model, set(unmade), torch.device(resting), init_weights)
 
 
@@ -210,11 +212,15 @@ def _make_values(
 
 
 def _precision(config: EngineConfig) -> MixedPrecisionPolicy:
-    dtype = compute_dtype(config)
+    dtype, zero = compute_dtype(config), config.zero_optimization
     reduce_dtype = None if config.communication_data_type is None else _DTYPES[config.communication_data_type]
-    if dtype is torch.float32:
-        return MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype or torch.float32)
+    half = dtype is not torch.float32
+    return MixedPrecisionPolicy(
+        param_dtype=dtype if half else None,
+        reduce_dtype=reduce_dtype or (torch.float32 if half else None),
+        gather_codec=Int8Blocks() if zero.zero_quantized_weights else None,
+        reduce_codec=Int8Blocks() if zero.zero_quantized_gradients else None,
+    )
 
 
 def _offload(config: EngineConfig) -> OffloadPolicy:
@@ -222,7 +228,8 @@ def _offload(config: EngineConfig) -> OffloadPolicy:
     chosen = [section for section in sections if section.device == "cpu"]
     if not chosen:
         return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=any(section.pin_memory for section in chosen))
+    on_device = config.zero_optimization.offload_optimizer.step_on == "device"
+    return CPUOffloadPolicy(any(section.pin_memory for section in chosen), parameters=not on_device)
 
 
 def reshard(model: nn.Module) -> None:
