@@ -84,7 +84,7 @@ class Recorded:
 
         self.Stream = stream
 
-    def current_stream(self) -> Any:
+    def current_stream(self, index: int | None) -> Any:
         return self.Line("compute")
 
     def stream(self, stream: Any) -> Any:

@@ -306,15 +306,24 @@ def check_offloaded_state_that_the_host_reads(device):
 
 def check_writes_to_unsharded_parameters(device):
     """In forward, so that the gather in backward has to wait until the shards have what was written."""
-    model = sharded(device)
+    return train(write_in_forward(sharded(device)), device)
 
+
+def check_writes_between_two_runs(device):
+    """The gather for the second run in one forward has to wait until the shards have what the first one wrote."""
+    model = sharded(device)
+    model.blocks.insert(1, model.blocks[0])
+    return train(write_in_forward(model), device)
+
+
+def write_in_forward(model):
     def write(block, args):
         with torch.no_grad():
-            block.up.weight.mul_(1.01)
+            block.up.bias.add_(0.01)  # which backward does not need
 
-    for block in model.blocks:
+    for block in set(model.blocks):
         block.register_forward_pre_hook(write)
-    return train(model, device)
+    return model
 
 
 def check_hooks_on_reductions(device):
@@ -323,6 +332,16 @@ def check_hooks_on_reductions(device):
         if hasattr(module, "set_all_reduce_hook"):
             module.set_all_reduce_hook(lambda gradients: gradients.mul_(1.0), stream=stream)
     return train(model, device)
+
+
+def check_another_current_device(device):
+    """A model is on the device that was current when it was made. Later another one may be."""
+    model = sharded(device)
+    torch.accelerator.set_device_index((device.index + 1) % torch.accelerator.device_count())
+    try:
+        return train(model, device)
+    finally:
+        torch.accelerator.set_device_index(device.index)
 
 
 SAMPLE = (check_plain, check_mixed_precision, check_accumulation_in_shards, check_offload, check_unused_parameters)
@@ -345,8 +364,10 @@ OTHERS = (
     check_hooks_on_gradients,
     check_hooks_on_reductions,
     check_writes_to_unsharded_parameters,
+    check_writes_between_two_runs,
     check_worker_thread,
     check_models_with_the_same_streams,
+    check_another_current_device,
 )
 ON_REPLICAS = (
     check_replicas,

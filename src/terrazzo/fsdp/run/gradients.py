@@ -376,7 +376,6 @@ class Gradients:
         if ended is None:
             return
         running, reduced = ended
-        self._held = [reduced]  # its memory belongs to another stream
         self._add_partial(running, reduced)
         if replicate is not None:
             self._running = running._replace(pending=comm.all_reduce(reduced, replicate, running.division.replicas))

@@ -12,10 +12,11 @@ from terrazzo.fsdp.plan.operations import WRITTEN, Kind, Mark, Operation, Stream
 
 
 class Streams:
-    """The streams besides the current one, which computes, and the marks on all of them."""
+    """The streams besides the device's current one, which computes, and the marks on all of them. Another device may
+    be the current one."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = torch.get_device_module(device.type)
+        self._device, self._index = torch.get_device_module(device.type), device.index
         # High priority, so that communication does not wait for computation.
         self._beside: dict[Stream, Any] = {
             stream: self._device.Stream(device, priority=-1) for stream in Stream if stream is not Stream.COMPUTE
@@ -26,11 +27,12 @@ class Streams:
     def on_stream(self, operation: Operation, call: Callable[[], bool | None] | None) -> Callable[[], None]:
         """`call` on the operation's stream, after waiting for its marks, and before recording its own mark, unless the
         call returns False."""
-        device, marks, waits, records = self._device, self._marks, operation.waits, operation.records
+        device, index, marks = self._device, self._index, self._marks
+        waits, records = operation.waits, operation.records
         beside = self._beside.get(operation.stream)
 
         def run() -> None:
-            stream = beside if beside is not None else device.current_stream()
+            stream = beside if beside is not None else device.current_stream(index)
             for mark in waits:
                 event = marks.get(mark)
                 if event is not None:
@@ -54,9 +56,9 @@ class Streams:
             yield self._beside[stream]
 
     def mark_of(self, stream: Any = None) -> Any:
-        """An event after everything that is queued on a stream; by default on the current one."""
+        """An event after everything that is queued on a stream; by default on the device's current one."""
         event = self._device.Event()
-        event.record(self._device.current_stream() if stream is None else stream)
+        event.record(self._device.current_stream(self._index) if stream is None else stream)
         return event
 
     def _queued(self) -> None:
