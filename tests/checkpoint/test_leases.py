@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import fcntl
 import os
 import pickle
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from terrazzo.checkpoint import CheckpointManager, DefaultSavePlanner, FileSystemWriter, load, save
 from terrazzo.checkpoint.formats import DCPWriter, HuggingFaceWriter
+from terrazzo.checkpoint.native.commit import ended, sweep
 from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.stores import LocalStore
 
@@ -153,3 +155,16 @@ def test_a_place_that_cannot_be_written_to_is_read(
     for name in ("read-0123456789ab.lease", "remove-0123456789ab.lease"):
         (tmp_path / "global_step2" / name).unlink(missing_ok=True)
     assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def test_what_is_locked_after_it_was_looked_at_is_not_removed(tmp_path: Path) -> None:
+    """A lease or a temporary file is created, and then locked; in between it looks like one that was left."""
+    store, path = LocalStore(tmp_path), tmp_path / "save-0123456789ab.lease"
+    path.touch()
+    assert ended(store, store.list()) == [path.name]
+    with path.open("r+") as lease:
+        fcntl.flock(lease, fcntl.LOCK_EX)
+        sweep(store, [path.name])
+        assert path.exists()
+    sweep(store, [path.name])
+    assert not path.exists()

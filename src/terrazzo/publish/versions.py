@@ -26,10 +26,9 @@ import msgspec
 
 from terrazzo.checkpoint.manager.records import Catalog
 from terrazzo.checkpoint.manager.removing import remove, take_to_read
-from terrazzo.checkpoint.native.commit import Commit, ended, read_manifest
+from terrazzo.checkpoint.native.commit import Commit, ended, read_manifest, temporary_of
 from terrazzo.checkpoint.native.names import name_of_step
 from terrazzo.checkpoint.stores import SMALL, Absent, Place, Store
-from terrazzo.checkpoint.stores.local import LOCK, TEMPORARY
 from terrazzo.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -199,7 +198,7 @@ class Versions:
         """Remove temporary files and locks of the list that publishers left when they died."""
         store = self._catalog.root.store
         try:
-            store.delete(ended(store, [e for e in store.list(f"{LIST}.") if e.key.endswith((TEMPORARY, LOCK))]))
+            store.delete_ended(ended(store, temporary_of(store.list(), [LIST])))
         except OSError as error:
             LOGGER.warning("%s: temporary files of publishers that died could not be removed: %s", self.location, error)
 

@@ -20,11 +20,11 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from terrazzo.checkpoint.manager.records import KEPT, RUN, Catalog
-from terrazzo.checkpoint.native.commit import ended, remove_leftovers, sweep
+from terrazzo.checkpoint.native.commit import ended, remove_leftovers, sweep, temporary_of
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST, name_of_step
 from terrazzo.checkpoint.stores import Entry, Lease, Store
-from terrazzo.checkpoint.stores.local import LOCK, TEMPORARY
+from terrazzo.checkpoint.stores.base import TEMPORARY
 from terrazzo.errors import CheckpointManagerError, CheckpointNotFoundError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
@@ -96,7 +96,7 @@ def clear(catalog: Catalog, step: int) -> None:
     """Remove files that ended saves, readers and removals have left, and the folder if it has no checkpoint."""
     store = catalog.store_of(step)
     remove_leftovers(store)
-    left = [*_leases(store, _READER), *_leases(store, _REMOVER), *store.list(MANIFEST + LOCK)]
+    left = [*_leases(store, _READER), *_leases(store, _REMOVER)]
     left += [entry for entry in store.list(".") if entry.key.endswith(TEMPORARY)]  # incomplete copies
     sweep(store, ended(store, left))
     if not store.exists(MANIFEST):
@@ -109,10 +109,7 @@ def clear_all(catalog: Catalog, spared: Collection[int]) -> None:
     A step that is being saved must be in `spared`, because its folder may still be empty.
     """
     root = catalog.root.store
-    files = [
-        entry for name in (LATEST[0], KEPT, RUN) for entry in root.list(f"{name}.") if entry.key.endswith(TEMPORARY)
-    ]
-    sweep(root, ended(root, files))
+    sweep(root, ended(root, temporary_of(root.list(), (LATEST[0], KEPT, RUN))))
     for step in catalog.steps():
         if step not in spared and not catalog.is_link(step):
             clear(catalog, step)

@@ -13,13 +13,14 @@ between still has its lease, or its manifest is read.
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from terrazzo.checkpoint.native.format import MANIFEST, is_temporary, lease_name, save_of
+from terrazzo.checkpoint.native.format import MANIFEST, lease_name, save_of
 from terrazzo.checkpoint.native.root import Root
-from terrazzo.checkpoint.stores.base import ABSENT, LARGEST, Absent, Entry, Lease, Store, Version
+from terrazzo.checkpoint.stores.base import ABSENT, LARGEST, LOCK, TEMPORARY, Absent, Entry, Lease, Store, Version
 from terrazzo.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -133,7 +134,7 @@ def remove_leftovers(store: Store, named: Collection[str] = (), listed: Sequence
     `named` are files that a committed manifest named. `listed` is an earlier list of the store's files.
     """
     entries = store.list() if listed is None else listed
-    temporary = ended(store, [entry for entry in entries if is_temporary(entry.key)])
+    temporary = ended(store, temporary_of(entries, [MANIFEST]))
 
     def used() -> Collection[str] | None:
         try:
@@ -190,6 +191,12 @@ def _has_ended(store: Store, save_id: str, entries: Sequence[Entry]) -> bool:
     return store.lease_ended(lease, max(entry.modified for entry in entries))
 
 
+def temporary_of(entries: Iterable[Entry], names: Iterable[str]) -> list[Entry]:
+    """The files under temporary names that are to replace files of these names, and the locks of these."""
+    pattern = re.compile(rf"\.?(?:{'|'.join(map(re.escape, names))})(?:\.[0-9a-f]{{12}}{TEMPORARY}|{LOCK})")
+    return [entry for entry in entries if pattern.fullmatch(entry.key)]
+
+
 def ended(store: Store, entries: Iterable[Entry]) -> list[str]:
     """Those files that no process holds any more: leases, and files under temporary names."""
     return [entry.key for entry in entries if store.lease_ended(entry.key, entry.modified)]
@@ -201,7 +208,7 @@ def sweep(store: Store, keys: Sequence[str]) -> bool:
     What another user does not let this one remove stays: no save fails for it.
     """
     try:
-        store.delete(keys)
+        store.delete_ended(keys)
     except PermissionError as error:
         LOGGER.warning("%s: what ended saves or readers have left stays: %s", store.location, error)
         return False

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any, Final, NewType, Protocol
 
 import msgspec
+import xxhash
 
-from terrazzo.errors import CheckpointCorruptError
+from terrazzo.errors import CheckpointCorruptError, ConflictError
 
 # The version of a file, from `get` or `put`. Two versions are equal exactly if the file was not replaced in between.
 Version = NewType("Version", str)
@@ -38,6 +39,8 @@ ABSENT: Final = Absent()
 # and of what is small if it is what its name says.
 LARGEST: Final = 2 << 30
 SMALL: Final = 100 << 20
+TEMPORARY: Final = ".tmp"  # suffix of files that are renamed when they are complete
+LOCK: Final = ".lock"
 # A save that has not written for so long counts as ended, in stores without locks.
 LEASE_SECONDS: Final = 3600.0
 
@@ -340,6 +343,10 @@ class Store(abc.ABC):
     def delete(self, keys: Iterable[str]) -> None:
         """Remove files; missing ones are no error."""
 
+    def delete_ended(self, keys: Iterable[str]) -> None:
+        """Remove files that no process held a moment ago; those that one holds now stay, where there are locks."""
+        self.delete(keys)
+
     def folders(self) -> Sequence[str]:
         """The names of the folders in this store, if the kind of store has folders."""
         return []
@@ -404,6 +411,20 @@ class Store(abc.ABC):
         """Whether the process that held a lease is gone; `last_sign` is when a file of its save was last modified."""
         return time.time() - last_sign > self.lease_seconds
 
+    def present(self, key: str) -> Absent | Version:
+        """The version of a file that is there now."""
+        try:
+            return self.get(key)[1]
+        except FileNotFoundError:
+            return ABSENT
+
+    def conflict(self, key: str) -> ConflictError:
+        """The error of a `put` whose condition does not hold."""
+        return ConflictError(
+            f"{self.location}/{key} was replaced by another save since this one began; the other checkpoint stays. Let "
+            "only one job save there, or save again"
+        )
+
 
 class _StoreFile(ReadFile):
     def __init__(self, store: Store, key: str, size: int) -> None:
@@ -431,6 +452,11 @@ class _LeaseFile(Lease):
     def release(self) -> None:
         with suppress(OSError):  # what stays is removed by a later save
             self._store.delete([self._key])
+
+
+def version_of(data: bytes | bytearray | memoryview) -> Version:
+    """The version of a file with these bytes, in stores that have no versions of their own."""
+    return Version(f"{xxhash.xxh3_128_hexdigest(data)}-{len(data)}")
 
 
 def check_size(store: Store, key: str, size: int, most: int) -> None:

@@ -16,12 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-import xxhash
-
 from terrazzo.checkpoint.stores.base import (
-    ABSENT,
     LARGEST,
     LEASE_SECONDS,
+    TEMPORARY,
     Absent,
     Capabilities,
     Entry,
@@ -32,8 +30,8 @@ from terrazzo.checkpoint.stores.base import (
     Upload,
     Version,
     check_size,
+    version_of,
 )
-from terrazzo.checkpoint.stores.local import TEMPORARY
 from terrazzo.errors import CheckpointValueError, ConflictError
 
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "created")  # file systems use different names
@@ -134,15 +132,15 @@ class FsspecStore(Store):
     def get(self, key: str, most: int = LARGEST) -> tuple[bytes, Version]:
         check_size(self, key, self.stat(key).size, most)
         data = bytes(self._fs.cat_file(self._path(key)))
-        return data, _version(data)
+        return data, version_of(data)
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
-        if only_if is not None and self._present(key) != only_if:
-            raise ConflictError(f"{self._url}/{key} was replaced by another save since this one began")
+        if only_if is not None and self.present(key) != only_if:
+            raise self.conflict(key)
         self._write(key, bytes(data))
-        if only_if is not None and self._present(key) != _version(data):
+        if only_if is not None and self.present(key) != version_of(data):
             raise ConflictError(f"{self._url}/{key} was replaced by another save at the same time")
-        return _version(data)
+        return version_of(data)
 
     def _write(self, key: str, data: bytes) -> None:
         if not data:  # it cannot be cut off
@@ -161,12 +159,6 @@ class FsspecStore(Store):
         self._fs.mv(self._path(temporary), self._path(key))
         if self.exists(temporary):  # some file systems do nothing if the other one exists
             raise FileExistsError(f"{self._url}/{key} cannot be replaced: remove it, or use another name")
-
-    def _present(self, key: str) -> Absent | Version:
-        try:
-            return self.get(key)[1]
-        except FileNotFoundError:
-            return ABSENT
 
     def list(self, prefix: str = "") -> list[Entry]:
         names = [(self._name(info), info) for info in self._listing() if info["type"] == "file"]
@@ -223,7 +215,3 @@ class _Opened:
     def discard(self) -> None:
         self._file.close()
         self._store.delete([self._temporary])
-
-
-def _version(data: bytes | memoryview) -> Version:
-    return Version(xxhash.xxh3_128_hexdigest(data))

@@ -28,11 +28,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-import xxhash
-
 from terrazzo.checkpoint.stores.base import (
-    ABSENT,
     LARGEST,
+    LOCK,
+    TEMPORARY,
     Absent,
     Capabilities,
     Entry,
@@ -43,6 +42,7 @@ from terrazzo.checkpoint.stores.base import (
     Upload,
     Version,
     check_size,
+    version_of,
 )
 from terrazzo.errors import CheckpointExistsError, CheckpointFormatError, ConflictError
 
@@ -51,10 +51,9 @@ _MAX_BYTES: Final = 1 << 30  # the kernel moves at most 2 GiB a call
 _WRITE_BEHIND: Final = 8 << 20
 _STEP: Final = 256 << 10  # bytes that are read at once if the caller uses them then: half of a small second-level cache
 _LOCK_SECONDS: Final = 60.0  # the lock is held for one rename
+_LOOK_SECONDS: Final = 1.0  # a lock is held for a moment to see whether another process holds it
 # The last: NFS does not lock a file that may only be read.
 _NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
-TEMPORARY: Final = ".tmp"  # suffix of files that are renamed when they are complete
-LOCK: Final = ".lock"
 
 
 class LocalStore(Store):
@@ -131,8 +130,7 @@ class LocalStore(Store):
         """Rename durable files; existing files with the new names are replaced."""
         for old, new in names.items():
             self._os.replace(self._path / old, self._path / new)
-        if self._durable:
-            self.sync_folder(self._path)
+        self.sync()
 
     @contextmanager
     def locked(self, key: str) -> Iterator[None]:
@@ -154,7 +152,7 @@ class LocalStore(Store):
             else:
                 with suppress(FileNotFoundError):  # another user's, who may have died with it
                     if self.lease_ended(key + LOCK, os.stat(path).st_mtime):
-                        self.delete([key + LOCK])
+                        self.delete_ended([key + LOCK])
             if time.monotonic() > deadline:
                 raise ConflictError(f"{path} has been locked by another process for {_LOCK_SECONDS:.0f} seconds")
             time.sleep(0.01)
@@ -170,9 +168,8 @@ class LocalStore(Store):
         for left in self.list(f".{key}."):  # left by killed processes
             if left.key.endswith(TEMPORARY) and self.lease_ended(left.key, left.modified):
                 with suppress(PermissionError):  # it is another user's
-                    self.delete([left.key])
-        temporary, fd = self._create_locked(lambda: f".{key}.{uuid.uuid4().hex[:12]}{TEMPORARY}")
-        return _Replacing(self, LocalUpload(self._os, fd, self._path / temporary, durable=self._durable), key)
+                    self.delete_ended([left.key])
+        return self._replacing(f".{key}.", key)
 
     def folders(self) -> Sequence[str]:
         try:
@@ -237,33 +234,21 @@ class LocalStore(Store):
             file.read_into(0, [memoryview(data)])
         finally:
             file.close()
-        return data, _version(data)
+        return data, version_of(data)
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
-        temporary, fd = self._create_locked(lambda: f"{key}.{uuid.uuid4().hex[:12]}{TEMPORARY}")
-        file = LocalUpload(self._os, fd, self._path / temporary, durable=self._durable)
+        file = self._replacing(f"{key}.", key)
         try:
             file.write(0, [memoryview(data)])
-            file.sync()
-            if self._durable:
-                self.sync_folder(self._path)
-            if only_if is None:
-                self._os.replace(self._path / temporary, self._path / key)
-            else:
-                with self.locked(key):
-                    if self._present(key) != only_if:
-                        raise ConflictError(
-                            f"{self._path / key} was replaced by another save since this one began; the other "
-                            f"checkpoint stays. Let only one job save there, or save again"
-                        )
-                    self._os.replace(self._path / temporary, self._path / key)
+            file.finish(only_if)
         except BaseException:
             file.abort()
             raise
-        file.finish(synced=True)
-        if self._durable:
-            self.sync_folder(self._path)
-        return _version(data)
+        return version_of(data)
+
+    def _replacing(self, prefix: str, key: str) -> _Replacing:
+        temporary, fd = self._create_locked(lambda: f"{prefix}{uuid.uuid4().hex[:12]}{TEMPORARY}")
+        return _Replacing(self, LocalUpload(self._os, fd, self._path / temporary, durable=self._durable), key)
 
     def _create_locked(self, name: Callable[[], str]) -> tuple[str, int]:
         """A new file with a lock, which shows other processes that it is in use; its name and descriptor."""
@@ -272,19 +257,17 @@ class LocalStore(Store):
             fd = self._os.open(self._path / key, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             try:
                 locked = self._try_lock(fd)
+                deadline = time.monotonic() + _LOOK_SECONDS
+                while locked is False and time.monotonic() < deadline:  # by one that looks whether it is a leftover
+                    time.sleep(0.001)
+                    locked = self._try_lock(fd)
                 if locked is None or (locked and _is_file_at(self._path / key, fd)):
                     return key, fd
             except BaseException:
                 self._os.close(fd)
                 self.delete([key])
                 raise
-            self._os.close(fd)  # another process locked it between the two calls, to remove it as a leftover
-
-    def _present(self, key: str) -> Absent | Version:
-        try:
-            return self.get(key)[1]
-        except FileNotFoundError:
-            return ABSENT
+            self._os.close(fd)  # another process has removed it as a leftover
 
     def _try_lock(self, fd: int) -> bool | None:
         """Whether this process has got the lock; None if the file system has no locks."""
@@ -339,6 +322,25 @@ class LocalStore(Store):
                 pass
             except PermissionError as error:  # another user's: remove the others first
                 refused = refused or error
+        if refused is not None:
+            raise refused
+
+    def delete_ended(self, keys: Iterable[str]) -> None:
+        """Remove files while holding their locks, so that none is removed that another process has just locked."""
+        refused: PermissionError | None = None
+        for key in keys:
+            fd: int | None = None
+            try:
+                fd = self._open_to_lock(self._path / key)
+                if fd is None or self._try_lock(fd) is not False:
+                    self.delete([key])
+            except FileNotFoundError:
+                pass
+            except PermissionError as error:  # another user's: remove the others first
+                refused = refused or error
+            finally:
+                if fd is not None:
+                    self._os.close(fd)
         if refused is not None:
             raise refused
 
@@ -405,10 +407,6 @@ class LocalStore(Store):
 
 def _local_store(path: Path, durable: bool) -> LocalStore:
     return LocalStore(path, durable=durable)
-
-
-def _version(data: bytes | bytearray | memoryview) -> Version:
-    return Version(f"{xxhash.xxh3_128_hexdigest(data)}-{len(data)}")
 
 
 def _is_folder(path: Path) -> bool:
@@ -562,16 +560,26 @@ class _Replacing(Upload):
     def begin_finish(self) -> None:
         self._file.begin_finish()
 
-    def finish(self) -> None:
+    def finish(self, only_if: Absent | Version | None = None) -> None:
+        """Complete the file, and rename it if the key has this version: else `ConflictError`."""
         try:
             self._file.sync()
-            self._store._os.replace(self._file.path, self._store.path / self._key)
+            self._store.sync()  # the new file never refers to files whose names were not durable
+            if only_if is None:
+                self._rename()
+            else:
+                with self._store.locked(self._key):
+                    if self._store.present(self._key) != only_if:
+                        raise self._store.conflict(self._key)
+                    self._rename()
         except BaseException:
             self._file.abort()
             raise
         self._file.finish(synced=True)
-        if self._store._durable:
-            self._store.sync_folder(self._store.path)
+        self._store.sync()
+
+    def _rename(self) -> None:
+        self._store._os.replace(self._file.path, self._store.path / self._key)
 
     def abort(self) -> None:
         self._file.abort()

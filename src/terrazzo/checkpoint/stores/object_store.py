@@ -114,11 +114,7 @@ class ObjectStore(Store):
         return [path.rstrip("/").rpartition("/")[2] for path in self._listing()["common_prefixes"]]
 
     def stream(self, key: str) -> Upload:
-        def begin() -> _Parts:
-            return _Parts(obstore.open_writer(self._bucket, self._path(key), buffer_size=_PART, max_concurrency=3))
-
-        file = GrowingUpload(lambda data: self.put(key, data), begin)
-        return _Translated(file, partial(self._fail, key))
+        return GrowingUpload(lambda data: self.put(key, data), lambda: _Parts(self, key))
 
     def upload(self, key: str, size: int) -> Upload:
         def send(data: Sequence[memoryview]) -> None:
@@ -221,15 +217,12 @@ class ObjectStore(Store):
                 return _version(self._bucket.put(self._path(key), data, mode=mode, use_multipart=False))
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError) as error:
                 self._check_bucket(error, certain=not isinstance(only_if, str))
-                present = self._present(key)
+                present = self._found(key)
                 if present is not None and present[0] == _joined(data):
                     return present[1]
                 there = ABSENT if present is None else present[1]
                 if only_if is not None and there != only_if:
-                    raise ConflictError(
-                        f"{self._url}/{key} was replaced by another save since this one began; the other checkpoint "
-                        f"stays. Let only one job save there, or save again"
-                    ) from error
+                    raise self.conflict(key) from error
                 if attempt == _TRIES - 1:
                     self._fail(key, error)
             except exceptions.BaseError as error:
@@ -237,7 +230,7 @@ class ObjectStore(Store):
             time.sleep(0.1 * 2**attempt)  # another conditional put was under way
         raise AssertionError
 
-    def _present(self, key: str) -> tuple[bytes, Version] | None:
+    def _found(self, key: str) -> tuple[bytes, Version] | None:
         try:
             return self.get(key)
         except FileNotFoundError:
@@ -329,40 +322,28 @@ class ObjectStore(Store):
 class _Parts:
     """An object that is sent in parts; it exists when the last one has been sent."""
 
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    def __init__(self, store: ObjectStore, key: str) -> None:
+        self._store = store
+        self._key = key
+        path = store._path(key)
+        self._writer: Any = self._tried(
+            lambda: obstore.open_writer(store._bucket, path, buffer_size=_PART, max_concurrency=3)
+        )
 
     def write(self, data: memoryview) -> None:
-        self._writer.write(bytes(data))  # a copy, because the client sends this memory later
+        self._tried(lambda: self._writer.write(bytes(data)))  # a copy, because the client sends this memory later
 
     def commit(self) -> None:
-        self._writer.close()
+        self._tried(lambda: self._writer.close())
 
     def discard(self) -> None:
         self._writer = None  # closing it would complete an object from the parts that were sent
 
-
-class _Translated(Upload):
-    """An upload that raises the client's errors as the rest of the library expects them."""
-
-    def __init__(self, inner: Upload, fail: Callable[[Exception], NoReturn]) -> None:
-        self._inner = inner
-        self._fail = fail
-
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+    def _tried(self, call: Callable[[], T]) -> T:
         try:
-            self._inner.write(offset, buffers)
+            return call()
         except exceptions.BaseError as error:
-            self._fail(error)
-
-    def finish(self) -> None:
-        try:
-            self._inner.finish()
-        except exceptions.BaseError as error:
-            self._fail(error)
-
-    def abort(self) -> None:
-        self._inner.abort()
+            self._store._fail(self._key, error)
 
 
 def _joined(data: bytes | memoryview | Sequence[memoryview]) -> bytes | memoryview:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Final
 
 from terrazzo.checkpoint.formats.huggingface import files
-from terrazzo.checkpoint.native.commit import Commit, by_save, ended, remove_ended
+from terrazzo.checkpoint.native.commit import Commit, by_save, ended, remove_ended, temporary_of
 from terrazzo.checkpoint.native.format import lease_name, save_of
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores import ABSENT, SMALL, Absent, Entry, LocalStore, Store, Version
@@ -70,7 +70,7 @@ class Claim:
         self._mark = f".{self._single_name}.saving"
         # First of all, because a save that commits from now on conflicts with this one.
         self.index = Commit(store, self._index)
-        self.index.begin(overwrite=overwrite)
+        self.index.begin(overwrite=overwrite, most=SMALL)
         self._single = self._stat(self._single_name)
         if not overwrite and self._single is not None:
             raise CheckpointExistsError(f"{store.location} holds a checkpoint; save elsewhere, or with overwrite=True")
@@ -131,9 +131,9 @@ class Claim:
     def check_unchanged(self) -> None:
         """Raise if another save has committed a checkpoint there."""
         if self._stat(self._single_name) != self._single:
-            raise self._conflict(self._single_name)
+            raise self._store.conflict(self._single_name)
         if self._index_version() != self.index.replacing:
-            raise self._conflict(self._index)
+            raise self._store.conflict(self._index)
 
     def remove_replaced(self, kept: Sequence[str], index: Version | None = None) -> None:
         """After the commit: the checkpoint that was there, and shards that nothing names.
@@ -150,16 +150,16 @@ class Claim:
                 names = [self._index]
                 if self._index_version() != self.index.replacing:
                     if self._stat(self._single_name) is None:
-                        raise self._conflict(self._index)
+                        raise self._store.conflict(self._index)
                     return  # it is hidden by this save's file: theirs is the error
             else:
                 names = [self._single_name]
                 if self._stat(self._single_name) != self._single:
-                    raise self._conflict(self._single_name)
+                    raise self._store.conflict(self._single_name)
             others = set() if self._others_save() else self._shards()
             self._store.delete([*names, *sorted((self._replaced | others) - set(kept))])
             if index is not None and self._index_version() != index:
-                raise self._conflict(self._index)
+                raise self._store.conflict(self._index)
         except ConflictError:
             raise
         except OSError as error:
@@ -170,17 +170,8 @@ class Claim:
 
     # -------------------------------------------------------------- details
 
-    def _conflict(self, name: str) -> ConflictError:
-        return ConflictError(
-            f"{self._store.location}/{name} was replaced by another save since this one began; the other checkpoint "
-            f"stays. Let only one job save there, or save again"
-        )
-
     def _index_version(self) -> Absent | Version:
-        try:
-            return self._store.get(self._index, SMALL)[1]
-        except FileNotFoundError:
-            return ABSENT
+        return self._store.present(self._index)
 
     def _shards(self) -> set[str]:
         return {entry.key for entry in self._store.list(self._stem) if files.is_shard(entry.key, self._stem)}
@@ -203,8 +194,7 @@ class Claim:
     def _remove_leftovers(self, keys: Sequence[str]) -> None:
         """What saves left that were killed."""
         entries = self._store.list()
-        names = re.compile(rf"(?:{'|'.join(map(re.escape, keys))})\.{_SAVE_ID}\.tmp")
-        stale = ended(self._store, [entry for entry in entries if names.fullmatch(entry.key)])  # a live put locks them
+        stale = ended(self._store, temporary_of(entries, keys))  # a put that is alive locks its file
         for mark in (entry for entry in entries if entry.key == self._mark):
             with suppress(FileNotFoundError):
                 holder = bytes(self._store.get(self._mark, SMALL)[0]).decode(errors="replace")
