@@ -33,10 +33,9 @@ from faults import FaultySystem
 
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.comm import link
+from terrazzo.comm.serving import Client
 from terrazzo.errors import TerrazzoError
 from terrazzo.publish import Channel, Publisher, Receiver, to_channel
-from terrazzo.publish.channel import TimedStore
-from terrazzo.publish.exchange import Connections
 from terrazzo.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 SETTINGS = {"anchor_every": 3, "keep": 1}
@@ -118,19 +117,8 @@ def tick_at(at: int, how: int) -> list[int]:
 
         setattr(owner, name, call)
 
-    receive = Connections.receive
-
-    def receive_each(self, messages, slots):
-        total = 0
-        for message in messages:
-            tick()
-            total += receive(self, [message], slots)
-        return total
-
-    Connections.receive = receive_each
-    counted(TimedStore, "_ask")
-    counted(Connections, "__init__")
-    counted(Connections, "receive_header")
+    counted(Client, "call")
+    counted(Client, "_greet")
     return count
 
 

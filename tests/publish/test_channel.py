@@ -17,18 +17,18 @@ import msgspec
 import pytest
 import torch
 from torch import nn
-from torch.distributed import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from publish import worlds
 from ranks import device_type, run_fresh, run_ranks
 from terrazzo.checkpoint.run.coordination import Team
+from terrazzo.comm.serving import Client
 from terrazzo.errors import CommError, CommTimeout, PublishValueError
 from terrazzo.publish import Channel, Publisher, Receiver
-from terrazzo.publish.exchange import Connections
-from terrazzo.publish.gate import SECRET
-from terrazzo.publish.to_channel import Request
-from terrazzo.publish.transfer import Wanted
+from terrazzo.publish.channel import SECRET, Board
+from terrazzo.publish.from_channel import ChannelSource
+from terrazzo.publish.to_channel import ChannelSender, Offer, PublisherListing
+from terrazzo.publish.transfer import AskedBox
 from terrazzo.tensor import DTensor, Shard, distribute_tensor
 
 pytestmark = pytest.mark.on_late
@@ -100,7 +100,7 @@ def train_all(address, count):
             publisher.publish(step)
             expected[step] = worlds.digest(worlds.numbers(model, torch.float32))
             if step == 0:
-                while not any(publisher._sender._taken.values()) and torch.distributed.get_rank() == 0:
+                while not taken(publisher) and torch.distributed.get_rank() == 0:
                     time.sleep(0.01)
         return expected
 
@@ -149,17 +149,23 @@ def both_sides(to):
 # ------------------------------------------------------------------ deaths
 
 
-def die_in_the_middle_of(name, rank):
-    """Have a rank killed after its part of a transfer has begun."""
-    plain = getattr(Connections, name)
+def taken(publisher: Publisher) -> bool:
+    """Whether a group of receivers has received a version."""
+    return any(group.taken for group in list(publisher._sender._groups.values()))
 
-    def dying(self, messages, *rest):
-        if torch.distributed.get_rank() == rank:
-            plain(self, messages[: len(messages) // 2], *rest)
+
+def die_in_the_middle(owner, name, rank):
+    """Have a rank killed at its third message of a transfer."""
+    plain, count = getattr(owner, name), 0
+
+    def dying(self, *arguments):
+        nonlocal count
+        count += 1
+        if torch.distributed.get_rank() == rank and count == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return plain(self, messages, *rest)
+        return plain(self, *arguments)
 
-    setattr(Connections, name, dying)
+    setattr(owner, name, dying)
 
 
 def train_and_die(address):
@@ -167,10 +173,10 @@ def train_and_die(address):
     limit = timedelta(seconds=10)  # the others wait so long for receivers that the dead rank leaves without its part
     publisher = Publisher(Channel(address, bucket_bytes=1 << 10), model, timeout=limit)
     publisher.publish(0)
-    while not any(publisher._sender._taken.values()) and torch.distributed.get_rank() == 0:
+    while not taken(publisher) and torch.distributed.get_rank() == 0:
         time.sleep(0.01)  # until it has been received
     torch.distributed.barrier()
-    die_in_the_middle_of("send", 2)
+    die_in_the_middle(ChannelSender, "read", 2)
     worlds.change(model, 1, 1.0)
     publisher.publish(1)
     try:
@@ -198,8 +204,7 @@ def receive_failing():
 
 
 def test_a_publisher_dies_and_another_goes_on(address):
-    host, _, port = address.rpartition(":")
-    store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)  # outlives them
+    board = Channel(address).serve()  # outlives them
     with ThreadPoolExecutor(1) as pool:
         training = pool.submit(run_fresh, 4, train_and_die, address)
         run_ranks(2, receive_first, address)
@@ -214,7 +219,7 @@ def test_a_publisher_dies_and_another_goes_on(address):
         same(found, expected)
     run_ranks(2, worlds.end_receiver)
     run_ranks(4, worlds.end_trainer)
-    del store
+    board.close()
 
 
 class LateTeam(Team):
@@ -242,7 +247,7 @@ def test_ranks_that_close_after_the_first_has_stopped_sending(address):
 
 def receive_and_die(address):
     begin_receiver(address, torch.float32, 1 << 10, limit=SHORT)  # the other waits so long for the dead
-    die_in_the_middle_of("receive", 1)
+    die_in_the_middle(ChannelSource, "receive", 1)
     try:
         worlds.receive()
     except CommError as error:
@@ -330,7 +335,7 @@ def test_addresses():
         other.bind(("127.0.0.1", 0))
         other.listen()
         channel = Channel(f"127.0.0.1:{other.getsockname()[1]}")
-        with pytest.raises(CommError, match="the store at .* failed"):
+        with pytest.raises(CommError, match="did not ask for a secret"):
             Publisher(channel, {"w": torch.zeros(2)}, timeout=timedelta(seconds=1))
 
 
@@ -342,17 +347,17 @@ class Slow:
 
     def __init__(self, monkeypatch):
         self.reached, self.may_go_on = threading.Event(), threading.Event()
-        plain = Connections.receive
+        plain = ChannelSource._receive_from
 
-        def receive(connections, messages, slots):
+        def receive(source, messages, sequence):
             if self.reached.is_set():
-                return plain(connections, messages, slots)
-            first = plain(connections, messages[: len(messages) // 2], slots)
+                return plain(source, messages, sequence)
+            plain(source, messages[: len(messages) // 2], sequence)
             self.reached.set()
             assert self.may_go_on.wait(60)
-            return first + plain(connections, messages[len(messages) // 2 :], slots)
+            return plain(source, messages[len(messages) // 2 :], sequence)
 
-        monkeypatch.setattr(Connections, "receive", receive)
+        monkeypatch.setattr(ChannelSource, "_receive_from", receive)
 
 
 def test_a_slow_receiver_gets_its_version_while_others_are_published(address, monkeypatch):
@@ -368,7 +373,7 @@ def test_a_slow_receiver_gets_its_version_while_others_are_published(address, mo
         for version in range(1, 5):
             state["w"].fill_(version)
             publisher.publish(version)
-            assert running(publisher) == 1  # it is still with version 0
+            assert held_versions(publisher) == {1}  # it is still with the first
         later = pool.submit(other.poll)
         assert later.result() == 4  # it does not wait for the slow one
         slow.may_go_on.set()
@@ -381,82 +386,126 @@ def test_a_slow_receiver_gets_its_version_while_others_are_published(address, mo
     publisher.close()
 
 
-def running(publisher: Publisher) -> int:
-    """How many transfers are under way."""
-    return sum(transfer.running for transfer in publisher._sender._transfers.values())
+def held_versions(publisher: Publisher) -> set[int]:
+    """Which versions are held, by their numbers in sequence."""
+    return {group.sequence for group in publisher._sender._groups.values() if group.snapshot is not None}
 
 
-def send_request(board, publisher, **wrong):
-    plain = {"group": "bad", "what": "register", "wanted": [[Wanted("w", (0,), (2,), "float32")]]}
-    board.push(f"{publisher}/requests", msgspec.msgpack.encode(Request(**(plain | wrong))))
+def connect(address: str) -> tuple[Board, Client]:
+    """The board, and the server of a publisher's first rank."""
+    board = Channel(address).connect(SHORT)
+    where, *_ = msgspec.msgpack.decode(board.value("listing"), type=PublisherListing).servers
+    return board, Channel(address).client(SHORT, where)
 
 
 def test_what_bad_receivers_ask_for_is_refused_and_the_trainer_goes_on(address, caplog):
     state, served = {"w": torch.arange(4.0)}, {"w": torch.zeros(4)}
     publisher = Publisher(Channel(address), state, timeout=SHORT)
     receiver = Receiver(Channel(address), served, timeout=SHORT)
-    board = Channel(address).connect(SHORT)
-    name = publisher._sender._name
+    board, bad = connect(address)
     wrong = [
-        [[Wanted("unknown", (0,), (2,), "float32")]],
-        [[Wanted("w", (3,), (2,), "float32")]],
-        [[Wanted("w", (-1,), (2,), "float32")]],
-        [[Wanted("w", (0, 0), (2, 2), "float32")]],
-        [[Wanted("w", (0,), (1 << 62,), "float32")]],
-        [[Wanted("w", (0,), (2, 2), "float32")]],
-        [[Wanted("w", (0,), (0,), "float32")]],
-        [[Wanted("w", (0,), (2,), "no dtype")]],
-        [],
+        AskedBox(1, (0,), (2,), "float32"),
+        AskedBox(-1, (0,), (2,), "float32"),
+        AskedBox(0, (3,), (2,), "float32"),
+        AskedBox(0, (-1,), (2,), "float32"),
+        AskedBox(0, (0, 0), (2, 2), "float32"),
+        AskedBox(0, (0,), (1 << 62,), "float32"),
+        AskedBox(0, (0,), (2, 2), "float32"),
+        AskedBox(0, (0,), (0,), "float32"),
+        AskedBox(0, (0,), (2,), "no dtype"),
+        "junk",
     ]
+    bad.call("join", "bad")
     for step in range(2):
-        for number, wanted in enumerate(wrong):
-            send_request(board, name, group=f"bad {step} {number}", wanted=wanted)
-            send_request(board, name, group=f"bad {step} {number}", what="ask")
-        send_request(board, name, group="")
-        send_request(board, name, group="unknown", what="leave")
-        board.push(f"{name}/requests", b"")
-        board.push(f"{name}/requests", b"junk")
-        board.store.queue_push(f"{name}/requests", "junk")
-        board.store.set(f"{name}/requests", "junk")
-        board.store.set("receivers", str(1 << 62))
-        with socket.create_connection(tuple(address.split(":"))) as junk:
-            junk.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
+        for operation, *arguments in (
+            ("read", "unknown", 1, []),
+            ("read", "bad", 99, []),
+            ("hold", "unknown", None),
+            ("release", "unknown", True),
+            ("join", ""),
+            ("join", "bad"),
+            ("join", 7),
+            ("exec", "ls"),
+        ):
+            with pytest.raises(OSError, match="PublishError"):
+                bad.call(operation, *arguments)
+        with pytest.raises(CommError, match="there is no operation put"):
+            board.put("other", b"x")
+        for port in (int(address.partition(":")[2]), bad.address.port):
+            with socket.create_connection(("127.0.0.1", port)) as junk:
+                junk.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
         for version in (10 * step, 10 * step + 1):
             state["w"] += 1
             publisher.publish(version)
             assert (receiver.poll(), receiver.apply()) == (version, version)
             assert served["w"].equal(state["w"])
-    assert publisher._sender._taken.keys() == {receiver._source._group}
-    assert "wants 'unknown', which is not published" in caplog.text
+        offer = bad.call("hold", "bad", None)
+        for asked in wrong:
+            with pytest.raises(OSError, match="PublishError|ValidationError"):
+                bad.call("read", "bad", offer[0], [asked])
+        bad.call("release", "bad", False)
+    assert publisher._sender._groups.keys() == {receiver._source._group, "bad"}
+    assert "a request of a receiver was refused" in caplog.text and "which does not fit" in caplog.text
+    bad.close()
     board.close()
     publisher.close()
 
 
-def test_receivers_that_never_connect_hold_up_neither_the_trainer_nor_others(address, caplog, monkeypatch):
+def test_receivers_that_never_read_hold_up_neither_the_trainer_nor_others(address, caplog, monkeypatch):
     monkeypatch.setattr("terrazzo.publish.to_channel._PATIENCE", 0.1)
     state, served = {"w": torch.zeros(4)}, {"w": torch.zeros(4)}
     publisher = Publisher(Channel(address), state, timeout=timedelta(seconds=100))
     receiver = Receiver(Channel(address), served, timeout=timedelta(seconds=100))
-    board = Channel(address).connect(SHORT)
-    for version in range(3):  # each version is on its way to one that never comes
+    board, bad = connect(address)
+    for version in range(3):  # each version is held by one that never reads
         state["w"].fill_(version)
         publisher.publish(version)
         if version < 2:
             assert receiver.poll() == receiver.apply() == version
             assert served["w"].eq(version).all()
-        send_request(board, publisher._sender._name, group=f"bad {version}")
-        send_request(board, publisher._sender._name, group=f"bad {version}", what="ask")
-        while running(publisher) < version + 1:
-            time.sleep(0.01)
+        else:
+            publisher._side.outcome()
+        bad.call("join", f"bad {version}")
+        assert msgspec.convert(bad.call("hold", f"bad {version}", None), Offer).number == version
     for version in range(3, 6):
         publisher.publish(version)
-    assert running(publisher) == 3
+        publisher._side.outcome()
+    assert held_versions(publisher) == {1, 2, 3}
     assert len(publisher._snapshots) == 4  # no more memory, however many versions
+    assert bad.call("hold", "bad 0", None) is None, "a fourth cannot be held"
     with caplog.at_level(logging.WARNING, "terrazzo.publish"):
         publisher.close()
     assert "4 of 4 groups of receivers did not get the last version" in caplog.text
     receiver.close()
+    bad.close()
     board.close()
+
+
+def test_a_receiver_that_is_late_holds_nothing_any_more(address, caplog):
+    state = {"w": torch.zeros(4)}
+    publisher = Publisher(Channel(address), state, timeout=timedelta(seconds=0.2))
+    board, bad = connect(address)
+    publisher.publish(0)
+    publisher._side.outcome()
+    bad.call("join", "late")
+    (sequence, _) = bad.call("hold", "late", None)
+    asked = [AskedBox(0, (1,), (2,), "float32")]
+    received = torch.empty(8, dtype=torch.uint8)
+    bad.call("read", "late", sequence, asked, into=memoryview(received.numpy()))
+    assert received.view(torch.float32).eq(0).all()
+    while publisher._sender.reads(publisher._snapshots[0]):
+        time.sleep(0.01)
+    with pytest.raises(OSError, match="does not hold version 1: it was late"):
+        bad.call("read", "late", sequence, asked)
+    assert "group late of receivers was late for version 1" in caplog.text
+    bad.call("hold", "late", None)
+    assert publisher._sender.reads(publisher._snapshots[0])
+    bad.close()  # as if it were killed
+    while publisher._sender._groups:
+        time.sleep(0.01)
+    assert not publisher._sender.reads(publisher._snapshots[0])
+    board.close()
+    publisher.close()
 
 
 def test_memory_for_the_next_full_version_is_used_again(address, tmp_path):
@@ -530,14 +579,16 @@ def test_an_address_that_others_reach_needs_a_secret(address, monkeypatch, caplo
     other = Receiver(Channel(anywhere, secret="another"), {"w": torch.zeros(4)}, timeout=SHORT)
     with pytest.raises(CommError, match=f"has another secret.*{SECRET}"):
         other.poll()
-    with pytest.raises(CommError, match="failed"):  # without one
-        Channel(address, secret="").connect(timedelta(seconds=1))
+    with pytest.raises(CommError, match="has another secret"):  # without one
+        Channel(address, secret="").connect(timedelta(seconds=1)).value("name")
     with pytest.raises(CommError, match="did not ask for a secret"):  # another server
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            Channel(f"127.0.0.1:{silent.getsockname()[1]}", secret="s").connect(timedelta(seconds=1))
+            Channel(f"127.0.0.1:{silent.getsockname()[1]}", secret="s").connect(timedelta(seconds=1)).value("name")
     with socket.create_connection(tuple(address.split(":"))) as junk:
         junk.sendall(b"junk" * 100)
-        junk.recv(1000)
+        with suppress(ConnectionError):
+            while junk.recv(1000):
+                pass
     assert "was refused: it does not have the secret" in caplog.text
     idle = [socket.create_connection(tuple(address.split(":"))) for _ in range(20)]
     receiver = Receiver(Channel(anywhere, secret="between us"), served, timeout=SHORT)

@@ -1,4 +1,4 @@
-"""Plans of direct transfers: every wanted element comes once, in messages that fit, in one order for all."""
+"""Plans of direct transfers: every wanted element comes once, in messages that fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from hypothesis import given
 
 from terrazzo.errors import PublishError
 from terrazzo.layout import Box
-from terrazzo.publish.transfer import Held, Message, Wanted, plan_messages
+from terrazzo.publish.parts import ModelPart
+from terrazzo.publish.snapshot import Snapshot
+from terrazzo.publish.transfer import AskedBox, ListedBox, packed, plan_messages
 
 
 @st.composite
@@ -27,59 +29,54 @@ def cuts(draw, shape, ranks):
 
 @given(st.data())
 def test_all_that_is_wanted_arrives_once(data):
-    senders, receivers = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    senders = data.draw(st.integers(1, 3))
     limit = data.draw(st.integers(4, 40))
     held = [[] for _ in range(senders)]
-    wanted = [[] for _ in range(receivers)]
-    whole = {}
+    has = [[] for _ in range(senders)]
+    wanted, whole = [], {}
     for name, shape in (("a", (5, 4)), ("b", (7,)), ("c", (2, 3, 2))):
-        whole[name] = torch.arange(torch.Size(shape).numel()).view(shape)
+        whole[name] = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
         for rank, box in data.draw(cuts(shape, senders)):
-            held[rank].append(Held(name, box.offsets, box.lengths))
-        for rank, box in data.draw(cuts(shape, receivers)):
-            wanted[rank].append(Wanted(name, box.offsets, box.lengths, "float32"))
-        if data.draw(st.booleans()):  # another receiver wants all of it, too
-            wanted[0].append(Wanted(name, (0,) * len(shape), shape, "float32"))
-    dtypes = dict.fromkeys(whole, torch.float32)
-    messages = plan_messages(held, wanted, dtypes, limit)
-    for to, boxes in enumerate(wanted):
-        for place, want in enumerate(boxes):
-            box = Box(want.offsets, want.lengths)
-            found = torch.full(box.lengths, -1)
-            for message in messages:
-                for piece in message.pieces:
-                    if message.receiver == to and piece.target == place:
-                        source = held[message.sender][piece.source]
-                        assert source.name == want.name
-                        assert Box(source.offsets, source.lengths).contains(piece.box)
-                        part = found[piece.box.relative_to(box).slices()]
-                        assert part.eq(-1).all()
-                        part.copy_(whole[want.name][piece.box.slices()])
-            assert found.equal(whole[want.name][box.slices()])
-    for message in messages:
-        assert message.nbytes <= max(limit, 4)
-        assert all(piece.start % 16 == 0 for piece in message.pieces)
-    # What one rank plans for itself is its part of what all do, in the same order.
-    for rank in range(senders):
-        assert plan_messages(held, wanted, dtypes, limit, sender=rank) == of(messages, sender=rank)
-    for rank in range(receivers):
-        assert plan_messages(held, wanted, dtypes, limit, receiver=rank) == of(messages, receiver=rank)
-
-
-def of(messages: tuple[Message, ...], **ranks: int) -> tuple[Message, ...]:
-    return tuple(each for each in messages if all(getattr(each, key) == rank for key, rank in ranks.items()))
+            held[rank].append(ListedBox(name, box.offsets, box.lengths))
+            has[rank].append(ModelPart(name, box, whole[name][box.slices()], False, False))
+        wanted += [(name, box, torch.float32) for rank, box in data.draw(cuts(shape, 2)) if rank == 0]
+        if data.draw(st.booleans()):  # all of it, too
+            wanted.append((name, Box.whole(shape), torch.float32))
+    snapshots = [Snapshot(parts, None) for parts in has]
+    for parts, snapshot in zip(has, snapshots, strict=True):
+        snapshot.take(parts)
+    found = [torch.full(box.lengths, -1.0) for _, box, _ in wanted]
+    for message in plan_messages(held, wanted, dict.fromkeys(whole, torch.float32), limit):
+        sent = packed(message.asked, snapshots[message.sender], limit)
+        assert sent.numel() == message.nbytes <= max(limit, 4)
+        for asked, target, view in zip(message.asked, message.targets, message.views(sent), strict=True):
+            part = found[target][asked.box.relative_to(wanted[target][1]).slices()]
+            assert part.eq(-1).all()
+            part.copy_(view)
+    for (name, box, _), values in zip(wanted, found, strict=True):
+        assert values.equal(whole[name][box.slices()])
 
 
 def test_numbers_travel_in_the_shorter_dtype():
-    held, box = [[Held("w", (0,), (8,))]], ((0,), (8,))
+    held, box = [[ListedBox("w", (0,), (8,))]], Box((0,), (8,))
     for published, wanted, travels in (
-        (torch.float32, "bfloat16", torch.bfloat16),
-        (torch.bfloat16, "float32", torch.bfloat16),
+        (torch.float32, torch.bfloat16, "bfloat16"),
+        (torch.bfloat16, torch.float32, "bfloat16"),
     ):
-        (message,) = plan_messages(held, [[Wanted("w", *box, wanted)]], {"w": published}, 100)
-        assert message.pieces[0].dtype == travels and message.nbytes == 16
+        (message,) = plan_messages(held, [("w", box, wanted)], {"w": published}, 100)
+        assert message.asked[0].dtype == travels and message.nbytes == 16
+
+
+def test_no_more_is_sent_at_once_than_is_allowed():
+    part = ModelPart("w", Box((0,), (80,)), torch.zeros(80), False, False)
+    asked = [AskedBox(0, (at,), (40,), "float32") for at in (0, 40)]
+    assert packed(asked, Snapshot([part], None), 320).numel() == 320
+    with pytest.raises(PublishError, match="320 bytes at once, and at most 319"):
+        packed(asked, Snapshot([part], None), 319)
 
 
 def test_what_nobody_has_is_an_error():
     with pytest.raises(PublishError, match="4 elements"):
-        plan_messages([[Held("w", (0,), (4,))]], [[Wanted("w", (0,), (8,), "float32")]], {"w": torch.float32}, 100)
+        plan_messages(
+            [[ListedBox("w", (0,), (4,))]], [("w", Box((0,), (8,)), torch.float32)], {"w": torch.float32}, 100
+        )

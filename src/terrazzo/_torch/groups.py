@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import ProcessGroup, ProcessGroupGloo, ReduceOp, Store, distributed_c10d
+from torch.distributed import ProcessGroup, ReduceOp, Store, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.declared import attribute, private, replace
@@ -125,21 +125,6 @@ def time_limit(group: ProcessGroup | None, device: torch.device) -> timedelta:
             options = group._get_backend(device).options
     limit: timedelta = distributed_c10d.default_pg_timeout if options is None else options._timeout
     return limit
-
-
-_LOOPBACK = "connections between processes of one host are not open to others"
-_GlooOptions: Any = private("torch._C._distributed_c10d.ProcessGroupGloo._Options", _LOOPBACK)
-attribute("torch._C._distributed_c10d.ProcessGroupGloo._Options._devices", _LOOPBACK)
-
-
-def gloo_group(store: Store, rank: int, size: int, timeout: timedelta, address: str | None) -> ProcessGroupGloo:
-    """A group of gloo, which listens at this address of the host only, if there is one."""
-    if address is None:
-        return ProcessGroupGloo(store, rank, size, timeout)
-    options = _GlooOptions()
-    options._timeout = timeout
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    return ProcessGroupGloo(store, rank, size, options)
 
 
 def is_alive(group: ProcessGroup | None) -> bool:

@@ -1,43 +1,33 @@
-"""A publisher and its receivers, which are started separately, find each other through a `TCPStore` at an address.
+"""A publisher and its receivers, which are started separately, find each other at an address.
 
-Its keys:
-
-publisher                the name of the publisher that publishes now
-<publisher>/parts        the tensors that it publishes, and which of its ranks has which boxes
-current                  the version that it sends now
-<publisher>/requests     a queue of what groups of receivers ask of it
-
-Other processes may write there, too, so the publisher takes nothing that it finds there for granted.
+A process listens there (`comm.serving`), and keeps two values: the name of the publisher that publishes now, and its
+listing: the tensors, which of its ranks has which boxes, and where these listen.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from queue import SimpleQueue
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from torch.distributed import PrefixStore, QueueEmptyError, Store, TCPStore
+from terrazzo.comm.addresses import own_address
+from terrazzo.comm.serving import Address, Client, Server, Session, WrongSecretError
+from terrazzo.errors import CommError, PublishValueError
 
-from terrazzo.errors import CommError, CommTimeout, PublishValueError
-from terrazzo.publish.gate import SECRET, Gate, enter, relayed, secret_of
-
+SECRET: Final = "TERRAZZO_PUBLISH_SECRET"
 TRANSFER_LIMIT: Final = timedelta(minutes=2)  # default of `timeout`
 _LOOK_SECONDS: Final = 2.0
-
-Answer = TypeVar("Answer")
+_KEYS: Final = ("name", "listing")
 
 
 class Channel:
     """An address at which a publisher and receivers meet, to send weights directly.
 
-    The publisher's first rank starts a store at the address, so it has to run on that host; unless another process
-    has already started one there with `serve`.
+    The publisher's first rank listens at the address, so it has to run on that host; unless another process already
+    does so, by `serve`.
 
     At a loopback address ("localhost:29600", "127.0.0.1:29600") only processes of the same host can connect. At any
     other address a secret is required, because whoever reaches the port could read and replace the weights: only
@@ -62,7 +52,7 @@ class Channel:
         self.bucket_bytes = bucket_bytes
         self._host, self._port = host.removeprefix("tcp://").strip("[]"), int(port)
         self._host = "127.0.0.1" if self._host == "localhost" else self._host
-        self._secret = secret_of(secret)
+        self._secret = os.environ.get(SECRET, "") if secret is None else secret
         if not self._secret and not self.is_loopback:
             raise PublishValueError(
                 f"other hosts can reach {address}, so a secret is required: set {SECRET}, or pass secret=, the same "
@@ -81,30 +71,38 @@ class Channel:
         except ValueError:
             return False  # a name
 
-    @property
-    def own_address(self) -> str | None:
-        """The address at which transfers listen; None: that by which other hosts reach this one."""
-        return self._host if self.is_loopback else None
-
-    def serve(self, timeout: timedelta = TRANSFER_LIMIT) -> TimedStore:
-        """The store at the address, which this process starts unless there is one. It lives as long as what is
-        returned."""
+    def serve(self, timeout: timedelta = TRANSFER_LIMIT) -> Board:
+        """The board at the address, which this process keeps unless another one does: as long as what is returned is
+        open."""
         if self.answers():
             return self.connect(timeout)
+        values: dict[str, bytes] = {}
         try:
-            listening = self._listen()
-            if not self._secret:
-                return self._started(listening, timeout)
-            inner = socket.create_server(("127.0.0.1", 0))
-            port = inner.getsockname()[1]
-            store = self._started(inner, timeout)
-        except (RuntimeError, OSError) as error:
+            server = self._server(self._listen(), lambda: _Values(values), timeout)
+        except OSError as error:
             raise CommError(
-                f"there is no store at {self.address}, and this process cannot start one: {error}. The publisher's "
-                "first rank must run on that host, and the port must be free"
+                f"nobody listens at {self.address}, and this process cannot: {error}. The publisher's first rank must "
+                "run on that host, and the port must be free"
             ) from error
-        store.gate = Gate(listening, port, self._secret)
-        return store
+        return Board(self, timeout, server)
+
+    def connect(self, timeout: timedelta) -> Board:
+        """The board that another process keeps at the address."""
+        return Board(self, timeout)
+
+    def client(self, timeout: timedelta, where: tuple[str, int] | None = None) -> Client:
+        """Calls to the process that listens at the address, or to a rank of the publisher that listens there."""
+        host, port = where or (self._host, self._port)
+        return Client(Address(host, port, self._secret.encode()), timeout.total_seconds())
+
+    def serve_beside(self, session: Callable[[], Session], timeout: timedelta) -> tuple[Server, str, int]:
+        """A server of this rank's own, and where others reach it: of a loopback address, only from this host."""
+        host = self._host if self.is_loopback else own_address()
+        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return self._server(listening, session, timeout), host, int(listening.getsockname()[1])
+
+    def _server(self, listening: socket.socket, session: Callable[[], Session], timeout: timedelta) -> Server:
+        return Server(listening, self._secret.encode(), session, timeout.total_seconds())
 
     def _listen(self) -> socket.socket:
         """A loopback address stays one. Others may be of a proxy, or names: then all interfaces have to listen."""
@@ -115,30 +113,6 @@ class Channel:
             return socket.create_server(("", self._port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", self._port))
 
-    def _started(self, listening: socket.socket, timeout: timedelta) -> TimedStore:
-        """A store that listens there: by itself it would listen on all interfaces."""
-        host, port = listening.getsockname()[:2]
-        own = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timeout,
-            master_listen_fd=listening.detach(),
-        )
-        return TimedStore(lambda: own, self.address, timeout)
-
-    def connect(self, timeout: timedelta) -> TimedStore:
-        """The store that another process started at the address."""
-
-        def make() -> TCPStore:
-            host, port = self._host, self._port
-            if self._secret:
-                host, port = "127.0.0.1", relayed(enter(host, port, self._secret, timeout.total_seconds()))
-            return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-        return TimedStore(make, self.address, timeout)
-
     def answers(self) -> bool:
         """Whether a process listens at the address now."""
         try:
@@ -148,86 +122,54 @@ class Channel:
             return False
 
 
-class TimedStore:
-    """A `TCPStore`, each of whose calls has a time limit.
+class Board:
+    """The values at a channel's address."""
 
-    torch itself waits without a limit for a server that accepts a connection and sends nothing, because it is a server
-    of another kind or a stopped process. So a thread makes the calls, and the caller waits for it with a time limit.
-    """
+    def __init__(self, channel: Channel, timeout: timedelta, server: Server | None = None) -> None:
+        self._channel = channel
+        self._client = channel.client(timeout)
+        self._server = server  # if this process keeps the values
 
-    def __init__(self, make: Callable[[], Store], address: str, timeout: timedelta) -> None:
-        self._address = address
-        self._timeout = timeout
-        self._broken: str | None = None
-        self.gate: Gate | None = None  # through which others come to a store of this process
-        self._questions: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        threading.Thread(target=_answer, args=(self._questions,), name="terrazzo-channel", daemon=True).start()
-        self.store: Store = PrefixStore("terrazzo/publish", self._ask(make))
-
-    def value(self, key: str) -> bytes | None:
-        """The value of a key; None, without waiting, if it has none."""
-
-        def look() -> bytes | None:
-            return bytes.fromhex(self.store.get(key).decode()) if self.store.check([key]) else None
-
-        try:
-            return self._ask(look)
-        except ValueError as error:
-            raise CommError(f"the store at {self._address} has a value for {key!r} that is not terrazzo's") from error
+    def value(self, key: str) -> bytes:
+        """The value of a key; empty if it has none."""
+        return bytes(called(self._channel, self._client, "get", key) or b"")
 
     def put(self, key: str, value: bytes) -> None:
         """Set the value of a key."""
-        self._ask(lambda: self.store.set(key, value.hex()))
-
-    def push(self, queue: str, value: bytes) -> None:
-        """Add a value to the end of a queue."""
-        self._ask(lambda: self.store.queue_push(queue, value.hex()))
-
-    def pop(self, queue: str) -> bytes | None:
-        """Take the first value of a queue; None, without waiting, if it is empty; empty if it is not one of `push`."""
-
-        def take() -> bytes | None:
-            try:
-                return bytes.fromhex(self.store.queue_pop(queue, False).decode())
-            except QueueEmptyError:
-                return None
-            except ValueError:
-                return b""
-
-        return self._ask(take)
+        called(self._channel, self._client, "put", key, data=[memoryview(value)], follows=len(value))
 
     def close(self) -> None:
-        """End the thread, and let nobody come to a store of this process any more."""
-        self._broken = self._broken or "it was closed"
-        self._questions.put(None)
-        if self.gate is not None:
-            self.gate.close()
-
-    def _ask(self, question: Callable[[], Answer]) -> Answer:
-        if self._broken is not None:
-            raise CommError(f"the store at {self._address} cannot be used any more: {self._broken}")
-        future: Future[Answer] = Future()
-        self._questions.put((future, question))
-        try:
-            return future.result(self._timeout.total_seconds())
-        except FutureTimeout as error:
-            self._broken = f"it did not answer within {self._timeout.total_seconds():g} s"
-            raise CommTimeout(
-                f"the store at {self._address} failed: {self._broken}; is this the port of another server?"
-            ) from error
-        except CommError as error:
-            self._broken = str(error)
-            raise
-        except RuntimeError as error:
-            self._broken = str(error).partition("\n")[0]
-            raise CommError(f"the store at {self._address} failed: {self._broken}") from error
+        """Close the connection. The values of this process are not there any more."""
+        self._client.close()
+        if self._server is not None:
+            self._server.close()
 
 
-def _answer(questions: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (asked := questions.get()) is not None:
-        future, question = asked
-        try:
-            future.set_result(question())
-        except Exception as error:
-            future.set_exception(error)
-        del asked, future, question
+class _Values:
+    """The operations on the values."""
+
+    def __init__(self, values: dict[str, bytes]) -> None:
+        self._values = values
+
+    def answer(self, operation: str, arguments: tuple[Any, ...], follows: Iterable[bytearray]) -> Any:
+        """Get or set the value of a key."""
+        match operation, arguments:
+            case "get", (str(key),):
+                return bytearray(self._values.get(key, b""))
+            case "put", (str(key),) if key in _KEYS:
+                self._values[key] = b"".join(follows)
+                return None
+        raise ValueError(f"there is no operation {operation} {arguments}")
+
+    def close(self) -> None:
+        """Do nothing: a connection holds nothing."""
+
+
+def called(channel: Channel, client: Client, operation: str, *arguments: Any, **bytes_with_it: Any) -> Any:
+    """The result of a call to a process of a channel; `CommError` if it fails."""
+    try:
+        return client.call(operation, *arguments, **bytes_with_it)
+    except WrongSecretError as error:
+        raise CommError(f"{error}: pass the same secret=, or set the same {SECRET}, on both sides") from error
+    except OSError as error:
+        raise CommError(f"a call to {channel} failed: {error}") from error

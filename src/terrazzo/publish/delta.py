@@ -22,7 +22,7 @@ from terrazzo.checkpoint.native.format import BLOCK, checksum
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout import Box
-from terrazzo.publish.snapshot import Snapshot, Window
+from terrazzo.publish.snapshot import Snapshot, SnapshotWindow
 
 _RUN: Final = 1 << 16
 _ALIGNED: Final = 16
@@ -68,24 +68,28 @@ class Places:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ChangedWindow:
     """A window that has changed, with the positions of the changed elements if it is sparse."""
 
-    window: Window
+    window: SnapshotWindow
     change: Change
     places: Places | None
 
 
-def sums_of(snapshot: Snapshot, windows: Sequence[Window]) -> list[int]:
+def sums_of(snapshot: Snapshot, windows: Sequence[SnapshotWindow]) -> list[int]:
     """The checksum of each window."""
     return [checksum(bytes_of(snapshot.data(window))) for window in windows]
 
 
 def differences(
-    snapshot: Snapshot, windows: Sequence[Window], old: Snapshot | None, old_sums: Sequence[int], sums: Sequence[int]
-) -> list[Difference]:
+    snapshot: Snapshot,
+    windows: Sequence[SnapshotWindow],
+    old: Snapshot | None,
+    old_sums: Sequence[int],
+    sums: Sequence[int],
+) -> list[ChangedWindow]:
     """The windows that differ from those of `old`. Without `old`, those whose checksums differ, written densely."""
-    found: list[Difference] = []
+    found: list[ChangedWindow] = []
     start = 0
     for number, window in enumerate(windows):
         new = snapshot.data(window)
@@ -102,12 +106,12 @@ def differences(
         count, nbytes = (-1, new.nbytes) if places is None else (len(places), _sparse_bytes(len(places), new))
         name = snapshot.names[window.part]
         change = Change(name, window.box.offsets, window.box.lengths, start, nbytes, count)
-        found.append(Difference(window, change, None if places is None else Places.of(places, new.numel())))
+        found.append(ChangedWindow(window, change, None if places is None else Places.of(places, new.numel())))
         start += -(-nbytes // _ALIGNED) * _ALIGNED
     return found
 
 
-def written(changes: Sequence[Difference], snapshot: Snapshot) -> torch.Tensor:
+def written(changes: Sequence[ChangedWindow], snapshot: Snapshot) -> torch.Tensor:
     """The bytes of these changes."""
     last = changes[-1].change
     data = torch.zeros(last.start + last.nbytes, dtype=torch.uint8, device="cpu")
@@ -187,7 +191,7 @@ def runs_of(changes: Sequence[Change], limit: int) -> Iterator[list[Change]]:
         yield group
 
 
-def total_bytes(changes: Sequence[Difference]) -> int:
+def total_bytes(changes: Sequence[ChangedWindow]) -> int:
     """The bytes that are written for the changes."""
     return sum(each.change.nbytes for each in changes)
 

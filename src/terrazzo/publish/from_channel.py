@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from functools import partial
+from typing import Any, Final
 
 import msgspec
+import torch
 
-from terrazzo.checkpoint.native.dtypes import dtype_name
+from terrazzo._threads import results_of
+from terrazzo.checkpoint.native.dtypes import as_bytes
+from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.run.coordination import Team
-from terrazzo.errors import CommError
-from terrazzo.publish.channel import Channel, TimedStore
-from terrazzo.publish.exchange import Connections, Header
+from terrazzo.comm.serving import Client
+from terrazzo.errors import CommError, CommTimeout
+from terrazzo.publish.channel import Board, Channel, called
 from terrazzo.publish.host_copy import HostCopy
 from terrazzo.publish.parts import TensorInfo
-from terrazzo.publish.to_channel import Offer, PublisherParts, Request
-from terrazzo.publish.transfer import IN_FLIGHT, Message, Wanted, plan_messages
+from terrazzo.publish.to_channel import Offer, PublisherListing
+from terrazzo.publish.transfer import Message, plan_messages
 from terrazzo.publish.versions import Version
 from terrazzo.publish.working import raising_step_errors
 
 Match = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], HostCopy]
-Decoded = TypeVar("Decoded", Offer, PublisherParts)
+
+_AT_ONCE: Final = 4  # of the publisher's ranks from which a rank receives
+_LOOK: Final = 0.01  # seconds between two tries to hold a version
 
 
 class ChannelSource:
@@ -33,12 +39,11 @@ class ChannelSource:
         self._channel = channel
         self._match = match
         self._timeout = timeout
-        self._board: TimedStore | None = None
-        self._publisher = ""  # at which this group is registered
+        self._board: Board | None = None
+        self._publisher = ""  # at which this group has joined
         self._group = ""
-        self._messages: tuple[Message, ...] = ()
-        self._sizes = (0, 0)  # ranks of the publisher, of this side
-        self._connections: Connections | None = None
+        self._clients: list[Client] = []  # of the publisher's ranks
+        self._messages: list[Message] = []
         self._held: Version | None = None
         self.host_copy: HostCopy | None = None
         self.bytes_read = 0
@@ -50,141 +55,131 @@ class ChannelSource:
     def fetch(self, team: Team) -> Version | None:
         """Receive the publisher's version into the host copy, on all ranks together; None if there is none."""
         with raising_step_errors():
-            found = team.reduce(lambda: b"", lambda _: self._current_offer())
-            if not found:
+            publisher = team.reduce(lambda: b"", lambda _: self._name_of_publisher()).decode()
+            if not publisher:
                 return self._held
-            offer = self._decoded(found, Offer)
-            if offer.publisher != self._publisher:
-                self._register(team, offer.publisher)
-            held = self._held
-            if held is not None and (held.id, held.place) == (offer.publisher, offer.sequence):
-                return held
-            self._held = None
             try:
-                team.reduce(lambda: b"", lambda _: self._ask())
-                answers: list[Header] = []
-                team.together(lambda: answers.append(self._receive(team)))
+                if publisher != self._publisher:
+                    self._join(team, publisher)
+                found = team.reduce(lambda: b"", lambda _: self._hold_new())
+                if not found:
+                    return self._held
+                offer = msgspec.msgpack.decode(found, type=Offer)
+                self._held = None
+                team.together(partial(self._receive, offer))
+                team.reduce(lambda: b"", lambda _: self._at_all("release", self._group, True))
             except BaseException:
                 self._leave()
                 raise
             assert self.host_copy is not None
-            self._held = Version(
-                answers[0].number,
-                answers[0].sequence,
-                offer.publisher,
-                None,
-                self.host_copy.nbytes,
-                self.host_copy.nbytes,
-            )
+            nbytes = self.host_copy.nbytes
+            self._held = Version(offer.number, offer.sequence, publisher, None, nbytes, nbytes)
         return self._held
 
-    def _current_offer(self) -> bytes:
-        """On the first rank: the encoded `Offer` of the publisher; empty if there is none."""
+    def _name_of_publisher(self) -> bytes:
+        """On the first rank: the name of the publisher at the address; empty if there is none."""
         if self._board is None:
             if not self._channel.answers():
                 return b""
             self._board = self._channel.connect(self._timeout)
+            return self._board.value("name")
         try:
-            return self._board.value("current") or b""
-        except CommError:  # the process that hosted the store has ended
+            return self._board.value("name")
+        except CommError:  # the process that kept the board has ended
             self._board = None
             return b""
 
-    def _register(self, team: Team, publisher: str) -> None:
-        """Send the publisher the boxes that this group needs, and plan the messages that will come."""
+    def _join(self, team: Team, publisher: str) -> None:
+        """Plan the messages for the boxes that this rank needs, and join as a group at all ranks of the publisher."""
         self._leave()
+        self._held = None
 
-        def tell(_: list[bytes]) -> bytes:
+        def look(_: list[bytes]) -> bytes:
             assert self._board is not None
-            data = self._board.value(f"{publisher}/parts")
-            if data is None:
-                raise CommError(f"the publisher at {self._channel} has not listed its tensors yet: call poll again")
-            return data
+            return self._board.value("listing")
 
-        parts = self._decoded(team.reduce(lambda: b"", tell), PublisherParts)
-        infos = parts.tensors()
-        own: list[Wanted] = []
+        data = team.reduce(lambda: b"", look)
 
-        def want() -> bytes:
-            if self._board is None or not team.is_coordinator:  # another process may host the store now
-                self._board = self._channel.connect(self._timeout)
-            self.host_copy = self._match(infos, parts.aliases)
-            own.extend(
-                Wanted(slot.source, slot.box.offsets, slot.box.lengths, dtype_name(slot.data.dtype))
-                for slot in self.host_copy.slots
-            )
-            return msgspec.msgpack.encode(own)
+        def plan() -> bytes:
+            try:
+                listing = msgspec.msgpack.decode(data, type=PublisherListing)
+                infos = listing.tensors()
+            except (msgspec.MsgspecError, ValueError, KeyError) as error:
+                raise CommError(f"what is listed at {self._channel} is not a publisher's: {error}") from error
+            self.host_copy = self._match(infos, listing.aliases)
+            wanted = [(slot.source, slot.box, slot.data.dtype) for slot in self.host_copy.slots]
+            dtypes = {name: info.dtype for name, info in infos.items()}
+            most = self._channel.bucket_bytes // max(_AT_ONCE, len(team.ranks))
+            self._messages = plan_messages(listing.held, wanted, dtypes, most)
+            self._clients = [self._channel.client(self._timeout, where) for where in listing.servers]
+            return b""
 
-        def register(said: list[bytes]) -> bytes:
-            assert self._board is not None
+        def join(_: list[bytes]) -> bytes:
             group = uuid.uuid4().hex
-            wanted = [msgspec.msgpack.decode(each, type=list[Wanted]) for each in said]
-            self._send(publisher, Request(group, "register", wanted))
+            self._at_all("join", group)
             return group.encode()
 
-        self._held = None
-        self._group = team.reduce(want, register).decode()
+        self._group = team.reduce(plan, join).decode()
         self._publisher = publisher
-        dtypes = {name: info.dtype for name, info in infos.items()}
-        nobody: list[list[Wanted]] = [[] for _ in team.ranks]
-        nobody[team.rank] = own
-        size = self._channel.bucket_bytes // IN_FLIGHT
-        self._sizes = len(parts.held), len(team.ranks)
 
-        def plan() -> None:
-            self._messages = plan_messages(parts.held, nobody, dtypes, size, receiver=team.rank)
-
-        try:
-            team.together(plan)
-        except BaseException:
-            self._leave()
-            raise
-
-    def _ask(self) -> bytes:
-        self._send(self._publisher, Request(self._group, "ask"))
+    def _at_all(self, operation: str, *arguments: Any) -> bytes:
+        for client in self._clients:
+            called(self._channel, client, operation, *arguments)
         return b""
 
-    def _send(self, publisher: str, request: Request) -> None:
-        assert self._board is not None
-        self._board.push(f"{publisher}/requests", msgspec.msgpack.encode(request))
+    def _hold_new(self) -> bytes:
+        """On the first rank: hold the last version at all ranks of the publisher; empty if it is not a new one."""
+        first, *others = self._clients
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while True:
+            last = msgspec.convert(called(self._channel, first, "latest"), Offer)
+            if last.sequence == (0 if self._held is None else self._held.place):
+                return b""
+            if called(self._channel, first, "hold", self._group, last.sequence) is not None:
+                if all(called(self._channel, each, "hold", self._group, last.sequence) is not None for each in others):
+                    return msgspec.msgpack.encode(last)
+                self._at_all("release", self._group, False)
+            if time.monotonic() > deadline:
+                raise CommTimeout(
+                    f"the publisher at {self._channel} did not let this group have a version within "
+                    f"{self._timeout.total_seconds():g} s: other groups are late with earlier ones, or it publishes "
+                    "all the time"
+                )
+            time.sleep(_LOOK)  # it publishes the next one now
 
-    def _decoded(self, data: bytes, kind: type[Decoded]) -> Decoded:
-        try:
-            return msgspec.msgpack.decode(data, type=kind)
-        except msgspec.MsgspecError as error:
-            raise CommError(f"what stands in the store at {self._channel} is not a publisher's: {error}") from error
+    def _receive(self, offer: Offer) -> None:
+        by_sender: dict[int, list[Message]] = {}
+        for message in self._messages:
+            by_sender.setdefault(message.sender, []).append(message)
+        reads = [partial(self._receive_from, each, offer.sequence) for each in by_sender.values()]
+        results_of(reads, _AT_ONCE, "terrazzo-receive")
+        self.bytes_read += sum(message.nbytes for message in self._messages)
 
-    def _receive(self, team: Team) -> Header:
-        senders, receivers = self._sizes
-        if self._connections is None:
-            assert self._board is not None
-            name = f"{self._publisher}/{self._group}"
-            self._connections = Connections(
-                self._board.store,
-                name,
-                senders + team.rank,
-                senders,
-                receivers,
-                self._timeout,
-                self._channel.own_address,
-            )
-        header = self._connections.receive_header()
+    def _receive_from(self, messages: Sequence[Message], sequence: int) -> None:
+        """Receive messages of one rank, and copy their boxes into the slots."""
+        for message in messages:
+            self.receive(message, sequence)
+
+    @torch.no_grad()
+    def receive(self, message: Message, sequence: int) -> None:
+        """Receive one message, and copy its boxes into the slots."""
         assert self.host_copy is not None
-        self.bytes_read += self._connections.receive(self._messages, self.host_copy.slots)
-        return header
+        data = torch.empty(message.nbytes, dtype=torch.uint8, device="cpu")
+        arguments = self._group, sequence, message.asked
+        called(self._channel, self._clients[message.sender], "read", *arguments, into=bytes_of(data))
+        for asked, target, view in zip(message.asked, message.targets, message.views(data), strict=True):
+            slot = self.host_copy.slots[target]
+            as_bytes(slot.data[asked.box.relative_to(slot.box).slices()]).copy_(as_bytes(view))
+            slot.is_dirty = True
 
     def _leave(self) -> None:
-        """Unregister from the publisher. To receive again, the group registers with a new number."""
-        if self._connections is not None:
-            self._connections.close()
-            self._connections = None
-        if self._board is not None and self._publisher:
-            with suppress(CommError):  # the process that hosts the store may have ended
-                self._send(self._publisher, Request(self._group, "leave"))
-        self._publisher = ""
+        """Close the connections to the publisher, which forgets the group. To receive again, it joins anew."""
+        for client in self._clients:
+            client.close()
+        self._clients, self._publisher = [], ""
 
     def close(self) -> None:
-        """Unregister, and close the connections."""
+        """Leave, and close the connection to the board."""
         self._leave()
         if self._board is not None:
             self._board.close()

@@ -20,7 +20,7 @@ from terrazzo.layout import Box
 from terrazzo.publish.delta import Change, in_box, read, runs_of
 from terrazzo.publish.host_copy import HostCopy
 from terrazzo.publish.parts import RESERVED, TensorInfo
-from terrazzo.publish.to_store import CHANGES, DATA, RECORD, Record
+from terrazzo.publish.to_store import CHANGES, DATA, RECORD, VersionRecord
 from terrazzo.publish.versions import Version, Versions
 from terrazzo.publish.working import raising_step_errors
 
@@ -69,7 +69,7 @@ class StoreSource:
             else:
                 self._read_changes(version)
 
-    def _opened(self, version: Version) -> tuple[Checkpoint, NativeReader, Record]:
+    def _opened(self, version: Version) -> tuple[Checkpoint, NativeReader, VersionRecord]:
         reader = NativeReader(self._versions.store_of(version.place))
         opened = Checkpoint(reader)
         meta = opened.metadata.storage_meta
@@ -78,7 +78,7 @@ class StoreSource:
                 f"{reader.store.location} is another checkpoint than version {version.number} in published.json"
             )
         try:
-            record = msgspec.json.decode(opened[RECORD], type=Record)
+            record = msgspec.json.decode(opened[RECORD], type=VersionRecord)
         except (KeyError, TypeError, msgspec.MsgspecError) as error:
             raise CheckpointCorruptError(
                 f"{reader.store.location}: the version's record cannot be read: {error!r}"

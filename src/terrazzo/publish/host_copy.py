@@ -16,13 +16,13 @@ from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.plan.sharded import ChunkedTensor
 from terrazzo.errors import CheckpointMismatchError, PublishError
 from terrazzo.layout import Box
-from terrazzo.publish.parts import Part, Parts, TensorInfo
+from terrazzo.publish.parts import ModelPart, Parts, TensorInfo
 
 _NAMED = 50
 
 
 @dataclass(eq=False, slots=True)
-class Slot:
+class ReceivedBox:
     """A box of a published tensor, host memory for it, and the model's memory: two tensors if weights are tied."""
 
     source: str  # the published name
@@ -86,7 +86,7 @@ class HostCopy:
 
     def __init__(self, parts: Parts, sources: Mapping[str, str], before: HostCopy | None = None) -> None:
         self._sources = sources
-        slots: dict[_Key, Slot] = {}
+        slots: dict[_Key, ReceivedBox] = {}
         known: dict[_Key, torch.Tensor] = {}
         if before is not None:
             keys = {key for key, _ in self._keyed(parts)}
@@ -101,14 +101,14 @@ class HostCopy:
                     data = torch.empty(
                         part.box.lengths, dtype=part.data.dtype, pin_memory=not part.data.is_cpu, device="cpu"
                     )
-                slots[key] = Slot(key[0], part.box, data, [])
+                slots[key] = ReceivedBox(key[0], part.box, data, [])
             slots[key].in_model.append(part.data)
-        self.slots: list[Slot] = list(slots.values())
-        self._by_source: dict[str, list[Slot]] = {}
+        self.slots: list[ReceivedBox] = list(slots.values())
+        self._by_source: dict[str, list[ReceivedBox]] = {}
         for slot in self.slots:
             self._by_source.setdefault(slot.source, []).append(slot)
 
-    def _keyed(self, parts: Parts) -> list[tuple[_Key, Part]]:
+    def _keyed(self, parts: Parts) -> list[tuple[_Key, ModelPart]]:
         return [
             ((self._sources[part.name], part.box, part.data.dtype), part)
             for part in parts.parts
@@ -134,7 +134,7 @@ class HostCopy:
     def nbytes(self) -> int:
         return sum(slot.data.nbytes for slot in self.slots)
 
-    def of(self, source: str) -> list[Slot]:
+    def of(self, source: str) -> list[ReceivedBox]:
         """The slots of a published tensor."""
         return self._by_source.get(source, [])
 

@@ -51,7 +51,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class ModelPart:
     """A box of a published tensor, and the model's memory for it on this rank.
 
     Attributes:
@@ -77,7 +77,7 @@ class Parts:
     """
 
     infos: Mapping[str, TensorInfo]
-    parts: tuple[Part, ...]
+    parts: tuple[ModelPart, ...]
     aliases: Mapping[str, str]
 
 
@@ -91,7 +91,7 @@ def parts_of(model: nn.Module | Mapping[str, torch.Tensor], rename: RenameLike |
         by_model[link.model].append(link)
     viewer = Viewer()
     infos: dict[str, TensorInfo] = {}
-    parts: list[Part] = []
+    parts: list[ModelPart] = []
     aliases: dict[str, str] = {}
     ends: dict[str, list[int]] = {}
     for name, tensor in tensors.items():
@@ -137,7 +137,7 @@ def _named(
     return tensors, {name: tuple(found) for name, found in aliases.items()}
 
 
-def _parts_under(link: LinkLike, view: ShardView, *, is_plain: bool, is_buffer: bool) -> list[Part]:
+def _parts_under(link: LinkLike, view: ShardView, *, is_plain: bool, is_buffer: bool) -> list[ModelPart]:
     """This rank's parts of the published box of a link."""
     found = []
     for box, data in view.chunks:
@@ -151,7 +151,7 @@ def _parts_under(link: LinkLike, view: ShardView, *, is_plain: bool, is_buffer: 
         elif piece.ndim < place.ndim:
             piece = piece.unsqueeze(0)
         if not place.is_empty:
-            found.append(Part(link.file, place, piece, is_plain, is_buffer))
+            found.append(ModelPart(link.file, place, piece, is_plain, is_buffer))
     return found
 
 

@@ -17,7 +17,7 @@ from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import DivergentValueError, PublishError
 from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
 from terrazzo.publish.parts import Parts, RenameLike, TensorInfo, parts_of
-from terrazzo.publish.shares import Share, described, refuse_differences, share_of
+from terrazzo.publish.shares import PublishedShare, described, refuse_differences, share_of
 from terrazzo.publish.snapshot import Snapshot, published_dtype
 from terrazzo.publish.to_channel import ChannelSender
 from terrazzo.publish.to_store import Policy, StoreSender
@@ -107,7 +107,7 @@ class Publisher:
         self._last: Version | None = None
         self._open = True
 
-    def _agreed_share(self, team: Any) -> tuple[Parts, bytes, Share]:
+    def _agreed_share(self, team: Any) -> tuple[Parts, bytes, PublishedShare]:
         parts: list[Parts] = []
 
         def describe() -> bytes:
@@ -132,7 +132,6 @@ class Publisher:
             version: Its number, for instance the training step. None: one more than the last.
         """
         self._check_open()
-        self._sender.settle()
         result, earlier = self._side.outcome()
         self._last = result or self._last
         with raising_step_errors():
@@ -143,6 +142,7 @@ class Publisher:
         snapshots: list[Snapshot] = []
 
         def take() -> bytes:
+            self._sender.settle()  # not before all ranks publish: until then receivers get the version before
             parts = parts_of(self._model, self._rename)
             if described(parts) != self._described:
                 raise PublishError(
@@ -170,7 +170,6 @@ class Publisher:
         others = [each for each in self._snapshots if each is not snapshot]
         old = others[0] if others else None
         self._snapshots = [snapshot, *others]  # the newest first
-        self._sender.starting()
         self._side.start(lambda: self._sender.send(beside, number, snapshot, old))
         return number
 
@@ -183,25 +182,12 @@ class Publisher:
 
     def _wait(self, *, closing: bool) -> Version | None:
         self._check_open()
-        running = self._side.running
-        if isinstance(self._sender, ChannelSender) and running is not None:
-            sender = self._sender
-
-            def look() -> bytes:
-                sender.wait_until_taken(running.done, closing=closing)
-                return b"" if running.done() else b"sending"
-
-            # Agreed on: the others may look when the first rank has closed its publisher already, which ends their
-            # sending, too.
-            with raising_step_errors():
-                sending = self._side.team().reduce(look, lambda said: b"sending" if all(said) else b"")
-            if sending:
-                self._last = sender.last
-                return self._last
         result, error = self._side.outcome()
         self._last = result or self._last
         with raising_step_errors():
-            raise_if_any(self._side.team(), error)
+            team = self._side.team()
+            raise_if_any(team, error)
+            self._last = self._sender.wait(team, self._last, closing=closing)
         return self._last
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class _Table(msgspec.Struct, array_like=True, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class PublishedShare:
     """Which of its parts a rank publishes.
 
     Attributes:
@@ -70,7 +70,7 @@ def described(parts: Parts) -> bytes:
     )
 
 
-def share_of(descriptions: Sequence[bytes], me: int) -> Share:
+def share_of(descriptions: Sequence[bytes], me: int) -> PublishedShare:
     """The share of rank `me`, from the descriptions of all ranks, in order."""
     tables = [msgspec.msgpack.decode(each, type=_Table) for each in descriptions]
     infos = _agreed(tables)
@@ -95,7 +95,7 @@ def share_of(descriptions: Sequence[bytes], me: int) -> Share:
         if owner == me:
             own.append(place)
     aliases = {alias: name for table in tables for alias, name in table.aliases.items() if alias not in infos}
-    return Share(
+    return PublishedShare(
         tuple(sorted(own)), tuple(mine for mine, _ in compared), tuple(peer for _, peer in compared), infos, aliases
     )
 

@@ -15,14 +15,14 @@ import torch
 from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.dtypes import as_bytes
 from terrazzo.layout import Box
-from terrazzo.publish.parts import Part
+from terrazzo.publish.parts import ModelPart
 
 WINDOW: Final = 4 << 20  # bytes
 _CAST: Final = 64 << 20  # bytes that are converted at once on an accelerator
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SnapshotWindow:
     """Consecutive rows of a part."""
 
     part: int
@@ -38,7 +38,7 @@ def published_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtyp
 class Snapshot:
     """Host memory for the parts that this rank publishes."""
 
-    def __init__(self, parts: Sequence[Part], dtype: torch.dtype | None) -> None:
+    def __init__(self, parts: Sequence[ModelPart], dtype: torch.dtype | None) -> None:
         self.names = [part.name for part in parts]
         self.boxes = [part.box for part in parts]
         self.tensors = [
@@ -56,20 +56,20 @@ class Snapshot:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @torch.no_grad()
-    def take(self, parts: Sequence[Part]) -> None:
+    def take(self, parts: Sequence[ModelPart]) -> None:
         """Copy the model's present values."""
         for part, target in zip(parts, self.tensors, strict=True):
             copy_into(target, part.data)
 
-    def windows(self) -> list[Window]:
+    def windows(self) -> list[SnapshotWindow]:
         """All parts, cut into pieces that are contiguous in memory."""
         found = []
         for number, (box, tensor) in enumerate(zip(self.boxes, self.tensors, strict=True)):
             for within in row_major_windows(box.lengths, max(WINDOW // tensor.dtype.itemsize, 1)):
-                found.append(Window(number, within.shifted(box.offsets), within))
+                found.append(SnapshotWindow(number, within.shifted(box.offsets), within))
         return found
 
-    def data(self, window: Window) -> torch.Tensor:
+    def data(self, window: SnapshotWindow) -> torch.Tensor:
         """The elements of a window."""
         return self.tensors[window.part][window.within.slices()]
 

@@ -1,13 +1,10 @@
-"""Publish directly: the publisher sends its last snapshot to the receivers that ask for it.
+"""Publish directly: receivers read the publisher's last snapshot from the ranks that have it.
 
-The training loop does not wait for receivers: a thread on each rank sends. The first rank looks which group of
-receivers asks, and tells the other ranks. The transfer to each group has a thread of its own on each rank, so that no
-group waits for another one. It may go on while the next version is published: it keeps its snapshot, and the next one
-gets other memory. If a transfer fails, because receivers died for instance, their group is removed; to receive again
-they register as a new group.
+The training loop does not wait for receivers. Each rank has a server; a group of receivers joins at all of them, and
+holds a version there while it reads. A snapshot that is held does not change: the next version gets other memory. A
+group that is late, or whose connection ends, holds nothing any more.
 
-What receivers write may be wrong. It is checked, and a group whose requests are wrong is removed, too; the publisher
-goes on.
+What receivers ask for may be wrong. It is checked, and refused; the publisher goes on.
 """
 
 from __future__ import annotations
@@ -16,99 +13,61 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, Literal
+from typing import Any, Final
 
 import msgspec
 
-from terrazzo.checkpoint.native.dtypes import can_convert, dtype_from_name, dtype_name
+from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
+from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.run.coordination import Team
-from terrazzo.errors import CommError, CommTimeout, PublishError, TerrazzoError
-from terrazzo.layout import Box
-from terrazzo.publish.channel import Channel, TimedStore
-from terrazzo.publish.exchange import Connections, Header
+from terrazzo.comm.serving import Server
+from terrazzo.errors import CommError, CommTimeout, PublishError
+from terrazzo.publish.channel import Board, Channel
 from terrazzo.publish.parts import TensorInfo
 from terrazzo.publish.snapshot import Snapshot
-from terrazzo.publish.transfer import IN_FLIGHT, Held, Message, Wanted, plan_messages
+from terrazzo.publish.transfer import AskedBox, ListedBox, packed
 from terrazzo.publish.versions import Version
-from terrazzo.publish.working import raising_step_errors
 
 LOGGER: Final = logging.getLogger("terrazzo.publish")
 
-_LOOK: Final = 0.01  # seconds between two looks at which receivers ask
-_BEAT: Final = 1.0  # seconds after which the other ranks get a message also if none asks
+_LOOK: Final = 0.01  # seconds between two looks whether receivers have the last version
 _PATIENCE: Final = 10.0  # seconds for which `close` waits for receivers that do nothing
-_REQUESTS: Final = 100  # requests that are read at one look
-_VERSIONS: Final = 3  # that are on their way at once, each in memory of its own
+_VERSIONS: Final = 3  # that are held at once, each in memory of its own
 
 
-class Offer(msgspec.Struct, array_like=True, frozen=True):
-    """The version that a publisher sends now."""
-
-    publisher: str
-    sequence: int
-    number: int
-
-
-class PublisherParts(msgspec.Struct, array_like=True, frozen=True):
-    """The published tensors, and the boxes that each of the publisher's ranks has."""
+class PublisherListing(msgspec.Struct, array_like=True, frozen=True):
+    """The published tensors, the boxes that each of the publisher's ranks has, and where these ranks listen."""
 
     infos: dict[str, tuple[str, tuple[int, ...]]]
     aliases: dict[str, str]
-    held: list[list[Held]]
+    held: list[list[ListedBox]]
+    servers: list[tuple[str, int]]
 
     def tensors(self) -> dict[str, TensorInfo]:
         """The published tensors."""
         return {name: TensorInfo(dtype_from_name(dtype), shape) for name, (dtype, shape) in self.infos.items()}
 
 
-class Request(msgspec.Struct, array_like=True, frozen=True):
-    """What a group of receivers asks of a publisher: to be registered with the boxes that each of its ranks needs; for
-    the present version; or to be forgotten. `group` is a name of its own."""
+class Offer(msgspec.Struct, array_like=True, frozen=True):
+    """The version that a publisher has published last: its number, and how many it has published until then."""
 
-    group: str
-    what: Literal["register", "ask", "leave"]
-    wanted: list[list[Wanted]] = []
-
-
-class _State(msgspec.Struct, array_like=True, frozen=True):
-    """A transfer on a rank, which it tells the first one."""
-
-    running: bool
-    failed: bool
-    sent: int
-
-
-class _Step(msgspec.Struct, array_like=True, frozen=True):
-    """What all ranks do next, as the first one has decided."""
-
-    stop: bool = False
-    ended: dict[str, int] = {}  # groups whose transfer has ended, with its bytes, by all ranks
-    serve: str = ""  # a group
-    wanted: list[list[Wanted]] = []
-    forget: list[str] = []  # groups
-
-
-class _Receivers:
-    """A group of receivers, on one rank of the publisher."""
-
-    def __init__(self, connections: Connections, messages: tuple[Message, ...], count: int) -> None:
-        self.connections = connections
-        self.messages = messages  # that this rank sends
-        self.count = count  # of the receivers' ranks
+    sequence: int
+    number: int
 
 
 @dataclass(slots=True)
-class _Transfer:
-    """A version on its way to a group, on one rank."""
+class _Group:
+    """A group of receivers, on one rank of the publisher."""
 
-    header: Header
-    snapshot: Snapshot
-    running: bool = True
-    failed: bool = False
+    taken: int = 0  # the last version that it has
+    sequence: int = 0  # the version that it holds
+    snapshot: Snapshot | None = None
+    reads: int = 0  # that are under way
+    active: float = 0.0  # when it did something
 
 
 class ChannelSender:
@@ -124,234 +83,180 @@ class ChannelSender:
         self._aliases = dict(aliases)
         self._timeout = timeout
         self._name = uuid.uuid4().hex
-        self._board: TimedStore | None = None
-        self._parts = PublisherParts({}, {}, [])
-        self._groups: dict[str, _Receivers] = {}
-        self._transfers: dict[str, _Transfer] = {}  # at most one to a group
-        self._sequence = 0
-        self._stop = threading.Event()
-        self._last: Version | None = None
-        # On the first rank only: the groups that are registered.
-        self._wanted: dict[str, list[list[Wanted]]] = {}
-        self._asking: list[str] = []
-        self._taken: dict[str, int] = {}  # the number in sequence of the version that each has
-        self._left: list[str] = []  # to be forgotten by all ranks
+        self._board: Board | None = None  # on the first rank
+        self._server: Server | None = None
+        self._lock = threading.Lock()
+        self._groups: dict[str, _Group] = {}
+        self._offer = Offer(0, 0)
+        self._offered: Snapshot | None = None  # what can be held now
+        self._sent = 0  # bytes of the last version
         self._progress = time.monotonic()  # when receivers did something
-        self._seen = 0  # bytes of the transfers, as far as they were known then
-
-    @property
-    def board(self) -> TimedStore:
-        assert self._board is not None
-        return self._board
 
     def begin(self, team: Team, snapshot: Snapshot) -> int | None:
-        """Start or find the store at the address, and write there what this publisher has. Returns None: there is no
-        earlier version."""
-
-        def host(_: list[bytes]) -> bytes:
-            self._board = self._channel.serve(self._timeout)
-            return self._name.encode()
-
-        self._name = team.reduce(lambda: b"", host).decode()
+        """Listen, and list at the channel's address what this publisher has. Returns None: there is no earlier
+        version."""
 
         def describe() -> bytes:
-            if self._board is None:
-                self._board = self._channel.connect(self._timeout)
+            if team.is_coordinator:
+                self._board = self._channel.serve(self._timeout)
+            self._server, host, port = self._channel.serve_beside(lambda: _Session(self), self._timeout)
             held = [
-                Held(name, box.offsets, box.lengths) for name, box in zip(snapshot.names, snapshot.boxes, strict=True)
+                ListedBox(name, box.offsets, box.lengths)
+                for name, box in zip(snapshot.names, snapshot.boxes, strict=True)
             ]
             infos = {name: (dtype_name(info.dtype), info.shape) for name, info in self._infos.items()}
-            return msgspec.msgpack.encode((infos, held))
+            return msgspec.msgpack.encode(PublisherListing(infos, self._aliases, [held], [(host, port)]))
 
         def tell(parts: list[bytes]) -> bytes:
-            said = [
-                msgspec.msgpack.decode(part, type=tuple[dict[str, tuple[str, tuple[int, ...]]], list[Held]])
-                for part in parts
-            ]
-            infos = {name: info for found, _ in said for name, info in found.items()}
-            packed = msgspec.msgpack.encode(PublisherParts(infos, self._aliases, [held for _, held in said]))
-            self.board.put(f"{self._name}/parts", packed)
-            self.board.put("current", b"")
-            self.board.put("publisher", self._name.encode())
-            return packed
+            said = [msgspec.msgpack.decode(part, type=PublisherListing) for part in parts]
+            infos = {name: info for each in said for name, info in each.infos.items()}
+            held, servers = [each.held[0] for each in said], [each.servers[0] for each in said]
+            assert self._board is not None
+            self._board.put("listing", msgspec.msgpack.encode(PublisherListing(infos, self._aliases, held, servers)))
+            self._board.put("name", self._name.encode())
+            return b""
 
-        self._parts = msgspec.msgpack.decode(team.reduce(describe, tell), type=PublisherParts)
+        try:
+            team.reduce(describe, tell)
+        except BaseException:
+            self.close()
+            raise
         return None
 
     def announce(self, number: int) -> None:
-        """Allow receivers to ask for the snapshot. Called on the first rank, when all ranks have taken it."""
-        if (self.board.value("publisher") or b"").decode() != self._name:
+        """Raise if another publisher has replaced this one. Called on the first rank."""
+        if not self._is_listed():
             raise CommError(
                 f"another publisher has begun to publish at {self._channel}, so this one cannot go on: close it, or "
                 "give each publisher an address of its own"
             )
-        self.board.put("current", msgspec.msgpack.encode(Offer(self._name, self._sequence + 1, number)))
 
-    def starting(self) -> None:
-        """Called between `announce` and `send`."""
-        self._sequence += 1
-        self._stop.clear()
-
-    def reads(self, snapshot: Snapshot) -> bool:
-        """Whether a transfer still reads this snapshot, which must not change then."""
-        return any(each.running and each.snapshot is snapshot for each in self._transfers.values())
-
-    def send(self, team: Team, number: int, new: Snapshot, old: Snapshot | None) -> Version:
-        """Send a snapshot to all receivers that ask, until `settle`; returns the version with the bytes sent."""
-        with raising_step_errors():
-            self._last = Version(number, self._sequence, self._name, None, 0, new.nbytes)
-            while True:
-                step = msgspec.msgpack.decode(team.reduce(self._state, self._decide), type=_Step)
-                for group, sent in step.ended.items():
-                    if self._transfers.pop(group).header.sequence == self._sequence:
-                        self._last = msgspec.structs.replace(self._last, nbytes=self._last.nbytes + sent)
-                for group in step.forget:
-                    self._forget(group)
-                if step.serve:
-                    self._begin(team, step, Header(self._sequence, number), new)
-                if step.stop:
-                    return self._last
-
-    def _state(self) -> bytes:
-        return msgspec.msgpack.encode({group: self._state_of(group) for group in self._transfers})
-
-    def _state_of(self, group: str) -> _State:
-        transfer = self._transfers[group]
-        running = transfer.running  # first: what follows is complete if it is not running any more
-        known = self._groups.get(group)
-        return _State(running, transfer.failed, 0 if known is None else known.connections.sent)
-
-    def _decide(self, states: list[bytes]) -> bytes:
-        """On the first rank: the next step. Waits for a request, if there is nothing to do."""
-        said = [msgspec.msgpack.decode(state, type=dict[str, _State]) for state in states]
-        sent = {group: sum(state[group].sent for state in said) for group in self._transfers}
-        if (total := sum(sent.values())) != self._seen:
-            self._seen, self._progress = total, time.monotonic()
-        ended = {group: sent[group] for group in sent if not any(state[group].running for state in said)}
-        for group in ended:
-            self._seen -= ended[group]
-            if any(state[group].failed for state in said):
-                self._remove(group)
-            elif group in self._taken:
-                self._taken[group] = self._transfers[group].header.sequence
-        serve = "" if ended or self._stopping() else self._next()
-        forget, self._left = self._left, []
-        return msgspec.msgpack.encode(_Step(self._stopping(), ended, serve, self._wanted.get(serve, []), forget))
-
-    def _stopping(self) -> bool:
-        return self._stop.is_set() or not threading.main_thread().is_alive()
-
-    def _next(self) -> str:
-        """A group that asks and can be served; empty if there is none for a while, or for a moment during transfers."""
-        patience = _LOOK if self._transfers else min(_BEAT, self._timeout.total_seconds() / 4)
-        deadline = time.monotonic() + patience
-        while True:
-            self._read_requests()
-            under_way = {each.header.sequence for each in self._transfers.values()}
-            if len(under_way | {self._sequence}) <= _VERSIONS:
-                for group in self._asking:
-                    if group not in self._transfers:
-                        self._asking.remove(group)
-                        return group
-            if self._stopping() or self._left or time.monotonic() > deadline:
-                return ""
-            time.sleep(_LOOK)
-
-    def _read_requests(self) -> None:
-        for _ in range(_REQUESTS):
-            data = self.board.pop(f"{self._name}/requests")
-            if data is None:
-                return
-            try:
-                self._take(msgspec.msgpack.decode(data, type=Request))
-            except (msgspec.MsgspecError, PublishError) as error:
-                LOGGER.warning("%s: a request of a receiver was ignored: %s", self._channel, error)
-
-    def _take(self, request: Request) -> None:
-        group = request.group
-        self._progress = time.monotonic()
-        if request.what == "register":
-            if group in self._taken or not group:
-                raise PublishError(f"group {group!r} of receivers cannot be registered: the name is taken, or empty")
-            check_wanted(request.wanted, self._parts.tensors())
-            self._wanted[group] = request.wanted
-            self._taken[group] = 0
-        elif request.what == "leave":
-            self._remove(group)
-        elif group in self._taken and group not in self._asking:
-            self._asking.append(group)
-
-    def _remove(self, group: str) -> None:
-        if self._taken.pop(group, None) is not None:
-            del self._wanted[group]
-            self._asking = [other for other in self._asking if other != group]
-            self._left.append(group)
-
-    def _forget(self, group: str) -> None:
-        known = self._groups.pop(group, None)
-        if known is not None:
-            known.connections.close()
-
-    def _begin(self, team: Team, step: _Step, header: Header, snapshot: Snapshot) -> None:
-        """Begin the transfer of a snapshot to a group of receivers, on a thread."""
-        transfer = self._transfers[step.serve] = _Transfer(header, snapshot)
-        self._progress = time.monotonic()
-
-        def run() -> None:
-            try:
-                receivers = self._groups.get(step.serve) or self._connected(team, step)
-                first = range(receivers.count) if team.is_coordinator else ()
-                receivers.connections.send(receivers.messages, header, first, snapshot)
-            except Exception as error:  # whatever a receiver does: the trainer goes on
-                transfer.failed = True
-                LOGGER.warning(
-                    "%s: group %s of receivers did not get version %d: %s",
-                    self._channel,
-                    step.serve,
-                    header.number,
-                    error,
-                )
-            finally:
-                transfer.running = False
-
-        # A daemon: a process that ends does not wait for a receiver that is stopped.
-        threading.Thread(target=run, name="terrazzo-send", daemon=True).start()
-
-    def _connected(self, team: Team, step: _Step) -> _Receivers:
-        dtypes = {name: dtype_from_name(dtype) for name, (dtype, _) in self._parts.infos.items()}
-        size = self._channel.bucket_bytes // IN_FLIGHT
-        mine = plan_messages(self._parts.held, step.wanted, dtypes, size, sender=team.rank)
-        meeting = self._channel.connect(self._timeout)  # again: to wait there for receivers blocks a connection
-        try:
-            connections = Connections(
-                meeting.store,
-                f"{self._name}/{step.serve}",
-                team.rank,
-                len(team.ranks),
-                len(step.wanted),
-                self._timeout,
-                self._channel.own_address,
-            )
-        finally:
-            meeting.close()
-        found = self._groups[step.serve] = _Receivers(connections, mine, len(step.wanted))
-        return found
+    def _is_listed(self) -> bool:
+        return self._board is not None and self._board.value("name").decode(errors="replace") == self._name
 
     def settle(self) -> None:
-        """Stop sending. A transfer that has begun goes on."""
-        self._stop.set()
+        """Offer nothing: the snapshot will change, unless it is held."""
+        with self._lock:
+            self._offered = None
 
-    def wait_until_taken(self, has_ended: Callable[[], bool], *, closing: bool) -> None:
-        """Wait until all registered receivers have the last version, or `has_ended`. Only the first rank waits: only it
-        knows the receivers. If it is `closing`, it does not wait for receivers that do nothing."""
+    def reads(self, snapshot: Snapshot) -> bool:
+        """Whether receivers hold this snapshot, which must not change then."""
+        with self._lock:
+            self._drop_late()
+            return any(group.snapshot is snapshot for group in self._groups.values())
+
+    def send(self, team: Team, number: int, new: Snapshot, old: Snapshot | None) -> Version:
+        """Offer a snapshot, which all ranks have taken."""
+        with self._lock:
+            self._offer, self._offered, self._sent = Offer(self._offer.sequence + 1, number), new, 0
+            return Version(number, self._offer.sequence, self._name, None, 0, new.nbytes)
+
+    # ------------------------------------------------------------------ what receivers ask
+
+    def join(self, group: str) -> None:
+        """Let a group of receivers hold versions, until `leave`."""
+        with self._lock:
+            if group in self._groups or not group:
+                raise PublishError(f"group {group!r} of receivers cannot join: the name is taken, or empty")
+            self._groups[group] = _Group()
+            self._progress = time.monotonic()
+
+    def leave(self, group: str) -> None:
+        """Forget a group of receivers."""
+        with self._lock:
+            self._groups.pop(group, None)
+
+    def latest(self) -> Offer:
+        """The last version; its sequence is 0 if there is none."""
+        with self._lock:
+            return self._offer
+
+    def hold(self, group: str, sequence: int | None) -> Offer | None:
+        """Hold the last version, which has this number in sequence, if given; None if that cannot be now."""
+        with self._lock:
+            known = self._known(group)
+            self._drop_late()
+            held = {each.sequence for each in self._groups.values() if each.snapshot is not None}
+            if self._offered is None or sequence not in (None, self._offer.sequence):
+                return None
+            if len(held | {self._offer.sequence}) > _VERSIONS:
+                return None
+            known.sequence, known.snapshot = self._offer.sequence, self._offered
+            return self._offer
+
+    def read(self, group: str, sequence: int, asked: list[AskedBox]) -> memoryview:
+        """The bytes of these boxes, of the version that the group holds."""
+        with self._lock:
+            known = self._known(group)
+            snapshot = known.snapshot
+            if snapshot is None or known.sequence != sequence:
+                raise PublishError(f"group {group!r} of receivers does not hold version {sequence}: it was late")
+            known.reads += 1
+        try:
+            data = packed(asked, snapshot, self._channel.bucket_bytes)
+        finally:
+            with self._lock:
+                known.reads -= 1
+        with self._lock:
+            if sequence == self._offer.sequence:
+                self._sent += data.numel()
+        return bytes_of(data)
+
+    def release(self, group: str, taken: bool) -> None:
+        """End `hold`: the version may be replaced. `taken`: the group has received all of it."""
+        with self._lock:
+            known = self._known(group)
+            known.snapshot = None
+            if taken:
+                known.taken = known.sequence
+
+    def _known(self, group: str) -> _Group:
+        known = self._groups.get(group)
+        if known is None:
+            raise PublishError(f"there is no group {group!r} of receivers")
+        self._progress = known.active = time.monotonic()
+        return known
+
+    def _drop_late(self) -> None:
+        """Drop the holds of groups that have done nothing for as long as a transfer may take."""
+        limit = time.monotonic() - self._timeout.total_seconds()
+        for name, group in self._groups.items():
+            if group.snapshot is not None and not group.reads and group.active < limit:
+                group.snapshot = None
+                LOGGER.warning("%s: group %s of receivers was late for version %d", self._channel, name, group.sequence)
+
+    # ------------------------------------------------------------------ the end
+
+    def wait(self, team: Team, last: Version | None, *, closing: bool) -> Version | None:
+        """Wait until all groups have the last version; it, with the bytes that were sent. Collective.
+
+        Only the first rank waits. If it is `closing`, it does not wait for receivers that do nothing.
+        """
+        if last is None:
+            return None
+
+        def wait() -> None:
+            if team.is_coordinator:
+                self._wait_until_taken(closing)
+
+        team.together(wait)
+        sent = team.reduce(lambda: b"%d" % self._sent, lambda parts: b"%d" % sum(map(int, parts)))
+        return msgspec.structs.replace(last, nbytes=int(sent))
+
+    def _wait_until_taken(self, closing: bool) -> None:
         limit = self._timeout.total_seconds()
         patience = min(limit, _PATIENCE)
         started = self._progress = time.monotonic()
-        while not has_ended() and (late := self._late()):
+        while True:
+            with self._lock:
+                late = sum(group.taken < self._offer.sequence for group in self._groups.values())
+                count = len(self._groups)
+            if not late:
+                return
             now = time.monotonic()
             if now > started + limit or (closing and now > self._progress + patience):
                 problem = (
-                    f"{late} of {len(self._taken)} groups of receivers did not get the last version within "
+                    f"{late} of {count} groups of receivers did not get the last version within "
                     f"{min(limit, now - started):.3g} s: they died, or do not call poll"
                 )
                 if not closing:
@@ -360,42 +265,48 @@ class ChannelSender:
                 return
             time.sleep(_LOOK)
 
-    def _late(self) -> int:
-        return sum(sequence < self._sequence for sequence in dict(self._taken).values())
-
-    @property
-    def last(self) -> Version | None:
-        """The version that is being sent, with the bytes sent so far."""
-        return self._last
-
     def close(self) -> None:
         """Withdraw the version, and close the connections."""
-        for group in list(self._groups):
-            self._forget(group)
+        self.settle()
         if self._board is not None:
-            with suppress(CommError):  # the process that hosted the store may have ended
-                if (self._board.value("publisher") or b"").decode() == self._name:
-                    self._board.put("current", b"")
+            with suppress(CommError):  # the process that keeps the board may have ended
+                if self._is_listed():
+                    self._board.put("name", b"")
             self._board.close()
             self._board = None
+        if self._server is not None:
+            self._server.close()
 
 
-def check_wanted(wanted: Sequence[Sequence[Wanted]], infos: Mapping[str, TensorInfo]) -> None:
-    """Raise if receivers want something that is not published."""
-    if not wanted:
-        raise PublishError("a group of receivers has no ranks")
-    for rank, boxes in enumerate(wanted):
-        for each in boxes:
-            info = infos.get(each.name)
-            if info is None:
-                raise PublishError(f"rank {rank} of the receivers wants {each.name!r}, which is not published")
-            try:
-                box, dtype = Box(each.offsets, each.lengths), dtype_from_name(each.dtype)
-                fits = Box.whole(info.shape).contains(box) and not box.is_empty and can_convert(info.dtype, dtype)
-            except (ValueError, TypeError, KeyError, TerrazzoError) as error:
-                raise PublishError(f"rank {rank} of the receivers wants {each.name!r} as {each}: {error}") from error
-            if not fits:
-                raise PublishError(
-                    f"rank {rank} of the receivers wants {each.name!r} as {each}, which does not fit the published "
-                    f"{info.dtype} tensor of shape {list(info.shape)}"
-                )
+class _Session:
+    """A connection of a receiver's rank. The group that joins by it leaves when it ends."""
+
+    def __init__(self, sender: ChannelSender) -> None:
+        self._sender = sender
+        self._joined: list[str] = []
+
+    def answer(self, operation: str, arguments: tuple[Any, ...], follows: Iterable[bytearray]) -> Any:
+        """Carry out what a receiver asks."""
+        try:
+            match operation, arguments:
+                case "join", (str(group),):
+                    self._sender.join(group)
+                    self._joined.append(group)
+                    return None
+                case "latest", ():
+                    return self._sender.latest()
+                case "hold", (str(group), int() | None as sequence):
+                    return self._sender.hold(group, sequence)
+                case "read", (str(group), int(sequence), list(asked)):
+                    return self._sender.read(group, sequence, msgspec.convert(asked, list[AskedBox]))
+                case "release", (str(group), bool(taken)):
+                    return self._sender.release(group, taken)
+            raise PublishError(f"there is no operation {operation}")
+        except (PublishError, msgspec.MsgspecError) as error:
+            LOGGER.warning("%s: a request of a receiver was refused: %s", self._sender._channel, error)
+            raise
+
+    def close(self) -> None:
+        """The connection has ended."""
+        for group in self._joined:
+            self._sender.leave(group)

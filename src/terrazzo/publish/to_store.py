@@ -16,9 +16,9 @@ from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.errors import CheckpointExistsError, ConflictError, PublishValueError
 from terrazzo.layout import Box
-from terrazzo.publish.delta import Difference, differences, sums_of, total_bytes, written
+from terrazzo.publish.delta import ChangedWindow, differences, sums_of, total_bytes, written
 from terrazzo.publish.parts import RESERVED, TensorInfo
-from terrazzo.publish.snapshot import Snapshot, Window
+from terrazzo.publish.snapshot import Snapshot, SnapshotWindow
 from terrazzo.publish.versions import Published, Version, Versions
 from terrazzo.publish.working import doing, raising_step_errors
 
@@ -28,7 +28,7 @@ DATA: Final = f"{RESERVED}data/"
 _TRIES: Final = 5
 
 
-class Record(msgspec.Struct, frozen=True):
+class VersionRecord(msgspec.Struct, frozen=True):
     """The entry of a version's checkpoint that describes it."""
 
     number: int
@@ -87,7 +87,7 @@ class StoreSender:
         windows = new.windows()
         sums = [] if self._policy.sparse or self._policy.anchor_every == 1 else sums_of(new, windows)
         before, self._sums = self._sums, sums
-        changes: list[Difference] | None = None
+        changes: list[ChangedWindow] | None = None
         if base is not None and self._since_full + 1 < self._policy.anchor_every:
             changes = self._changes(team, new, old if self._policy.sparse else None, windows, before)
         if changes is None:
@@ -96,7 +96,7 @@ class StoreSender:
             nbytes = new.nbytes
         else:
             assert base is not None
-            state = self._delta(team, Record(number, base.id), changes, new)
+            state = self._delta(team, VersionRecord(number, base.id), changes, new)
             nbytes = total_bytes(changes)
         at, save_id = self._save(team, state)
         self._last = self._listed(team, number, at, save_id, base, (nbytes, new.nbytes))
@@ -104,10 +104,10 @@ class StoreSender:
         return self._last
 
     def _changes(
-        self, team: Team, new: Snapshot, old: Snapshot | None, windows: Sequence[Window], before: Sequence[int]
-    ) -> list[Difference] | None:
+        self, team: Team, new: Snapshot, old: Snapshot | None, windows: Sequence[SnapshotWindow], before: Sequence[int]
+    ) -> list[ChangedWindow] | None:
         """This rank's changes; None if all ranks' changes are so many that a full version is better."""
-        found: list[Difference] = []
+        found: list[ChangedWindow] = []
 
         def count() -> bytes:
             found.extend(differences(new, windows, old, before, self._sums))
@@ -128,10 +128,10 @@ class StoreSender:
             for name, found in chunks.items()
         }
         if team.is_coordinator:
-            state[RECORD] = msgspec.json.encode(Record(number, None, self._aliases))
+            state[RECORD] = msgspec.json.encode(VersionRecord(number, None, self._aliases))
         return state
 
-    def _delta(self, team: Team, record: Record, changes: list[Difference], new: Snapshot) -> dict[str, Any]:
+    def _delta(self, team: Team, record: VersionRecord, changes: list[ChangedWindow], new: Snapshot) -> dict[str, Any]:
         state: dict[str, Any] = {}
         if changes:
             data = written(changes, new)
@@ -187,15 +187,16 @@ class StoreSender:
     def announce(self, number: int) -> None:
         """Do nothing: a version is listed when it is complete."""
 
-    def starting(self) -> None:
-        """Called between `announce` and `send`."""
-
     def reads(self, snapshot: Snapshot) -> bool:
         """Whether a snapshot must not change: never when `publish` asks, which has waited until all was written."""
         return False
 
     def settle(self) -> None:
         """Do nothing: `send` ends when the version is complete."""
+
+    def wait(self, team: Team, last: Version | None, *, closing: bool) -> Version | None:
+        """The last version, which is complete when `send` has ended."""
+        return last
 
     def close(self) -> None:
         """Do nothing: no file or connection is open between versions."""

@@ -1,11 +1,7 @@
-"""The plan of a transfer from one group of ranks to another: which messages, with which boxes, in which order.
+"""What a receiver's rank asks of the publisher's ranks: which boxes, in messages of bounded size.
 
-Both sides compute the plan from the same two tables (the boxes that each sender has, and those that each receiver
-needs); each rank computes only its own messages. A box that a receiver needs is cut at the boundaries of senders'
-boxes, and into pieces that fit into a message; neighbouring pieces share a message.
-
-All ranks handle their messages in the same order, a few at a time. So the first unfinished message is first in its
-sender's queue and in its receiver's, and there is no deadlock.
+A box that it needs is cut at the boundaries of the publisher's boxes, and into pieces that fit into a message;
+neighbouring pieces share a message. The sender converts, if the receiver's dtype is smaller than the published one.
 """
 
 from __future__ import annotations
@@ -18,15 +14,15 @@ import msgspec
 import torch
 
 from terrazzo.checkpoint.native.datafile import row_major_windows
-from terrazzo.checkpoint.native.dtypes import dtype_from_name
-from terrazzo.errors import PublishError
+from terrazzo.checkpoint.native.dtypes import as_bytes, can_convert, dtype_from_name, dtype_name
+from terrazzo.errors import PublishError, TerrazzoError
 from terrazzo.layout import Box
+from terrazzo.publish.snapshot import Snapshot
 
 _ALIGNED: Final = 16
-IN_FLIGHT: Final = 4  # messages that a rank sends or receives at once
 
 
-class Held(msgspec.Struct, array_like=True, frozen=True):
+class ListedBox(msgspec.Struct, array_like=True, frozen=True):
     """A box that a sender has."""
 
     name: str
@@ -34,108 +30,123 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
     lengths: tuple[int, ...]
 
 
-class Wanted(msgspec.Struct, array_like=True, frozen=True):
-    """A box that a receiver needs, and its dtype there."""
+class AskedBox(msgspec.Struct, array_like=True, frozen=True):
+    """A box in a message: the index of the sender's box that contains it, and its dtype on the way."""
 
-    name: str
+    source: int
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     dtype: str
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box in a message: the indices of the sender's and the receiver's boxes that contain it, and where it begins in
-    the message."""
-
-    source: int
-    target: int
-    box: Box
-    dtype: torch.dtype
-    start: int
-
     @property
-    def nbytes(self) -> int:
-        return self.box.numel * self.dtype.itemsize
+    def box(self) -> Box:
+        return Box(self.offsets, self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message from one rank to another; `number` counts the messages of this pair of ranks."""
+    """What a receiver's rank asks of a sender at once, and for each box the index of the receiver's own."""
 
     sender: int
-    receiver: int
-    number: int
-    pieces: tuple[Piece, ...]
+    asked: tuple[AskedBox, ...]
+    targets: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        return self.pieces[-1].start + self.pieces[-1].nbytes
+        return _starts(self.asked)[1]
+
+    def views(self, data: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The boxes in the message's bytes."""
+        return _views(data, self.asked)
 
 
 def plan_messages(
-    held: Sequence[Sequence[Held]],
-    wanted: Sequence[Sequence[Wanted]],
+    held: Sequence[Sequence[ListedBox]],
+    wanted: Sequence[tuple[str, Box, torch.dtype]],
     dtypes: Mapping[str, torch.dtype],
     message_bytes: int,
-    *,
-    sender: int | None = None,
-    receiver: int | None = None,
-) -> tuple[Message, ...]:
-    """The messages of one sender, of one receiver, or all, in the order in which they are handled.
+) -> list[Message]:
+    """The messages with which a receiver's rank gets the boxes that it needs.
 
-    If the receiver's dtype is smaller than the published one, the sender converts.
-
-    >>> held = [[Held("w", (0,), (2,))], [Held("w", (2,), (2,))]]
-    >>> wanted = [[Wanted("w", (1,), (3,), "float32")]]
-    >>> for message in plan_messages(held, wanted, {"w": torch.float32}, 1 << 20):
-    ...     print(message.sender, message.receiver, message.pieces[0].box)
-    0 0 Box(offsets=(1,), lengths=(1,))
-    1 0 Box(offsets=(2,), lengths=(2,))
+    >>> held = [[ListedBox("w", (0,), (2,))], [ListedBox("w", (2,), (2,))]]
+    >>> for message in plan_messages(held, [("w", Box((1,), (3,)), torch.float32)], {"w": torch.float32}, 1 << 20):
+    ...     print(message.sender, message.asked[0].box)
+    0 Box(offsets=(1,), lengths=(1,))
+    1 Box(offsets=(2,), lengths=(2,))
     """
     by_name: dict[str, list[tuple[int, int, Box]]] = {}
     for rank, has_all in enumerate(held):
         for place, each in enumerate(has_all):
             by_name.setdefault(each.name, []).append((rank, place, Box(each.offsets, each.lengths)))
-    messages: list[Message] = []
-    for to, boxes in enumerate(wanted):
-        if receiver is not None and to != receiver:
-            continue
-        pairs: dict[int, list[tuple[int, int, Box, torch.dtype]]] = {}
-        for target, want in enumerate(boxes):
-            box, dtype = Box(want.offsets, want.lengths), _on_the_way(dtypes[want.name], dtype_from_name(want.dtype))
-            lacking = box.numel
-            for rank, source, has in by_name.get(want.name, ()):
-                common = box.intersect(has)
-                if common is None:
-                    continue
-                lacking -= common.numel
-                if sender is None or rank == sender:
-                    pairs.setdefault(rank, []).append((source, target, common, dtype))
-            if lacking:
-                raise PublishError(f"{want.name}: no sender has {lacking} elements of {box}")
-        for rank, pieces in pairs.items():
-            messages += _messages(rank, to, pieces, message_bytes)
-    count = max(len(held), len(wanted))
-    return tuple(sorted(messages, key=lambda each: (each.number, (each.receiver - each.sender) % count, each.sender)))
+    pairs: dict[int, list[tuple[AskedBox, int]]] = {}
+    for target, (name, box, dtype) in enumerate(wanted):
+        on_the_way = dtype if dtype.itemsize < dtypes[name].itemsize else dtypes[name]
+        lacking = box.numel
+        for rank, source, has in by_name.get(name, ()):
+            common = box.intersect(has)
+            if common is None:
+                continue
+            lacking -= common.numel
+            for window in row_major_windows(common.lengths, max(message_bytes // on_the_way.itemsize, 1)):
+                offsets, lengths = window.shifted(common.offsets).offsets, window.lengths
+                pairs.setdefault(rank, []).append((AskedBox(source, offsets, lengths, dtype_name(on_the_way)), target))
+        if lacking:
+            raise PublishError(f"{name}: no sender has {lacking} elements of {box}")
+    return [message for rank, pieces in sorted(pairs.items()) for message in _messages(rank, pieces, message_bytes)]
 
 
-def _on_the_way(published: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    return wanted if wanted.itemsize < published.itemsize else published
+def _messages(sender: int, pieces: Sequence[tuple[AskedBox, int]], limit: int) -> Iterator[Message]:
+    start = 0
+    together: list[tuple[AskedBox, int]] = []
+    for asked, target in pieces:
+        nbytes = asked.box.numel * dtype_from_name(asked.dtype).itemsize
+        if together and start + nbytes > limit:
+            yield Message(sender, *map(tuple, zip(*together, strict=True)))
+            start, together = 0, []
+        together.append((asked, target))
+        start = -(-(start + nbytes) // _ALIGNED) * _ALIGNED
+    yield Message(sender, *map(tuple, zip(*together, strict=True)))
 
 
-def _messages(
-    sender: int, receiver: int, pieces: Sequence[tuple[int, int, Box, torch.dtype]], limit: int
-) -> Iterator[Message]:
-    number, start = 0, 0
-    together: list[Piece] = []
-    for source, target, box, dtype in pieces:
-        for window in row_major_windows(box.lengths, max(limit // dtype.itemsize, 1)):
-            nbytes = window.numel * dtype.itemsize
-            if together and start + nbytes > limit:
-                yield Message(sender, receiver, number, tuple(together))
-                number, start, together = number + 1, 0, []
-            together.append(Piece(source, target, window.shifted(box.offsets), dtype, start))
-            start = -(-(start + nbytes) // _ALIGNED) * _ALIGNED
-    if together:
-        yield Message(sender, receiver, number, tuple(together))
+@torch.no_grad()
+def packed(asked: Sequence[AskedBox], snapshot: Snapshot, most: int) -> torch.Tensor:
+    """The bytes of a message; `PublishError` if that is not published, or has more than `most` bytes."""
+    _check(asked, snapshot)
+    nbytes = _starts(asked)[1]
+    if len(asked) > 1 and nbytes > most:
+        raise PublishError(f"a receiver asks for {nbytes} bytes at once, and at most {most} are sent")
+    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    for each, view in zip(asked, _views(data, asked), strict=True):
+        box, tensor = snapshot.boxes[each.source], snapshot.tensors[each.source]
+        as_bytes(view).copy_(as_bytes(tensor[each.box.relative_to(box).slices()]))
+    return data
+
+
+def _check(asked: Sequence[AskedBox], snapshot: Snapshot) -> None:
+    for each in asked:
+        try:
+            box, tensor = snapshot.boxes[each.source], snapshot.tensors[each.source]
+            fits = each.source >= 0 and box.contains(each.box) and not each.box.is_empty
+            fits = fits and can_convert(tensor.dtype, dtype_from_name(each.dtype))
+        except (IndexError, ValueError, TypeError, KeyError, TerrazzoError) as error:
+            raise PublishError(f"a receiver asks for {each}: {error}") from error
+        if not fits:
+            raise PublishError(
+                f"a receiver asks for {each}, which does not fit the {tensor.dtype} box {box} of "
+                f"{snapshot.names[each.source]!r}"
+            )
+
+
+def _starts(asked: Sequence[AskedBox]) -> tuple[list[int], int]:
+    """Where each box begins in a message, and the message's bytes."""
+    starts, end = [], 0
+    for each in asked:
+        starts.append(-(-end // _ALIGNED) * _ALIGNED)
+        end = starts[-1] + each.box.numel * dtype_from_name(each.dtype).itemsize
+    return starts, end
+
+
+def _views(data: torch.Tensor, asked: Sequence[AskedBox]) -> Iterator[torch.Tensor]:
+    for start, each in zip(_starts(asked)[0], asked, strict=True):
+        dtype = dtype_from_name(each.dtype)
+        yield data[start : start + each.box.numel * dtype.itemsize].view(dtype).view(each.lengths)

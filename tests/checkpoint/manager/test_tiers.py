@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,8 +19,9 @@ from checkpoint.newer import make_newer
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointManager, verify
 from terrazzo.checkpoint.manager import KeepLast, KeepUntilCopied, SaveEvery
-from terrazzo.checkpoint.manager.peers import Address, PeerServer, PeerStore
+from terrazzo.checkpoint.manager.peers import PeerStore, serve_folder
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Request
+from terrazzo.comm.serving import Client, Server, WrongSecretError
 from terrazzo.errors import (
     CheckpointCorruptError,
     CheckpointException,
@@ -190,10 +192,10 @@ def test_a_local_step_of_another_release(tmp_path: Path):
         run_ranks(2, meet_what_cannot_be_read, str(now))
 
 
-def connect_pair(tmp_path: Path) -> tuple[PeerServer, PeerStore]:
+def connect_pair(tmp_path: Path) -> tuple[Server, PeerStore]:
     sent: list[str] = []
-    server = PeerServer(LocalStore(tmp_path), "127.0.0.1", 5.0, lambda folder, key: sent.append(f"{folder}/{key}"))
-    return server, PeerStore(server.address, 5.0)
+    server = serve_folder(LocalStore(tmp_path), "127.0.0.1", 5.0, lambda folder, key: sent.append(f"{folder}/{key}"))
+    return server, PeerStore(Client(server.address, 5.0))
 
 
 def test_a_peer_is_a_store(tmp_path: Path):
@@ -254,16 +256,18 @@ def test_a_peer_serves_nothing_else(tmp_path: Path, folder: str, operation: str,
 
 
 def test_a_peer_wants_the_secret(tmp_path: Path):
-    server, _ = connect_pair(tmp_path)
-    stranger = PeerStore(Address(server.address.host, server.address.port, b"0" * 32), 5.0)
-    with pytest.raises(OSError, match="does not answer"):
+    server, peer = connect_pair(tmp_path)
+    stranger = PeerStore(Client(msgspec.structs.replace(server.address, secret=b"0" * 32), 5.0))
+    with pytest.raises(WrongSecretError, match="has another secret"):
         stranger.list()
     for noise in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, server.address.secret + b"\xff" * 64):
         with socket.create_connection((server.address.host, server.address.port)) as connection:
             with suppress(OSError):  # it is closed, which may show at once
                 connection.sendall(noise)
                 connection.shutdown(socket.SHUT_WR)
-                assert connection.recv(1) == b""
+                greeting = connection.recv(1000)
+                assert server.address.secret not in greeting and connection.recv(1) == b""
+    assert peer.list() == []
     server.close()
 
 

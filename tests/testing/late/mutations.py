@@ -450,16 +450,16 @@ MUTATIONS = (
         "pass",
     ),
     Mutation(
-        f"{_PUBLISH}.exchange:_packed",
+        f"{_PUBLISH}.transfer:packed",
         saving.check_publishing_through_a_channel,
-        "as_bytes(_view(data, piece)).copy_(as_bytes(tensor[piece.box.relative_to(box).slices()]))",
-        "data.zero_()",
+        "as_bytes(view).copy_(as_bytes(tensor[each.box.relative_to(box).slices()]))",
+        "view.zero_()",
     ),
     Mutation(
-        f"{_PUBLISH}.exchange:Connections.receive",
+        f"{_PUBLISH}.from_channel:ChannelSource.receive",
         saving.check_publishing_through_a_channel,
-        "as_bytes(target).copy_(as_bytes(_view(data, piece)))",
-        "target.zero_()",
+        "as_bytes(slot.data[asked.box.relative_to(slot.box).slices()]).copy_(as_bytes(view))",
+        "slot.data.zero_()",
     ),
 )
 

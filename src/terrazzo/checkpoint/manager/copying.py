@@ -12,12 +12,13 @@ from functools import partial
 
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.manager.hosts import HostsStore, needed_files
-from terrazzo.checkpoint.manager.peers import PIECE, PeerStore
+from terrazzo.checkpoint.manager.peers import PeerStore
 from terrazzo.checkpoint.native.commit import Commit, remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.stores import Store
 from terrazzo.checkpoint.stores.local import LocalStore
+from terrazzo.comm.serving import PIECE
 from terrazzo.errors import CheckpointIOError
 
 
@@ -35,7 +36,7 @@ def copy_checkpoint(source: HostsStore, target: Store) -> None:
         work: dict[LocalStore | PeerStore, list[str]] = defaultdict(list)
         loads: dict[LocalStore | PeerStore, int] = defaultdict(int)
         host: LocalStore | PeerStore
-        for key, holders in source.hosts.holders(sorted(files, key=lambda key: -files[key])).items():
+        for key, holders in source.holders(sorted(files, key=lambda key: -files[key])).items():
             host = min(holders, key=loads.__getitem__)  # the host with the fewest bytes to send
             loads[host] += files[key]
             work[host].append(key)

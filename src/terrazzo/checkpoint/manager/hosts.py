@@ -10,50 +10,69 @@ names exist on some host; of several valid ones, the one that was committed last
 
 from __future__ import annotations
 
+import copy
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, Final
 
 import msgspec
-import xxhash
 
 from terrazzo.checkpoint.manager.committing import reduce_over
-from terrazzo.checkpoint.manager.peers import Address, PeerServer, PeerStore
+from terrazzo.checkpoint.manager.peers import PeerStore, serve_folder
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.run.coordination import find_team
-from terrazzo.checkpoint.stores import ABSENT, LARGEST, Absent, Entry, Lease, Request, Store, Upload, Version
+from terrazzo.checkpoint.stores import LARGEST, Absent, Entry, Lease, Request, Store, Upload, Version
+from terrazzo.checkpoint.stores.base import version_of
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.comm.addresses import own_address
-from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointManagerError, ConflictError
+from terrazzo.comm.serving import Address, Client, Server
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointManagerError
 
 _MARK: Final = "host-"
 _PATIENCE: Final = 60.0  # seconds without a message from another host
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """The local folders of a run.
+class HostsStore(Store):
+    """The local folders of all hosts as one store.
 
     Attributes:
         own: the folder of this rank's host.
         others: the folders of the other hosts, the next one first.
-        replicas: the number of other hosts that get a copy of each file.
+        leads: whether this rank is the first one of its host.
     """
 
-    own: LocalStore
-    others: tuple[PeerStore, ...]
-    replicas: int
+    caps = LocalStore.caps
 
-    def beneath(self, name: str) -> Hosts:
-        """The subfolder `name` of each."""
-        others = tuple(other.beneath(name) for other in self.others)
-        return Hosts(self.own.beneath(name), others, self.replicas)
+    def __init__(
+        self,
+        own: LocalStore,
+        others: tuple[PeerStore, ...],
+        replicas: int,
+        *,
+        leads: bool,
+        server: Server | None = None,
+    ) -> None:
+        """`replicas` is the number of other hosts that get a copy of each file, `server` that of this host."""
+        self.own = own
+        self.others = others
+        self.leads = leads
+        self._replicas = replicas
+        self._server = server
+        self._folder = ""
+        # By folder: this host's manifest, if all its files were found. They stay, as hosts do not leave during a run.
+        self._known: dict[str, Entry] = {}
+
+    def close(self) -> None:
+        """Close the connections and the server."""
+        if self._server is not None:
+            self._server.close()
+        for other in self.others:
+            other.close()
 
     @property
     def all(self) -> tuple[LocalStore | PeerStore, ...]:
@@ -65,44 +84,35 @@ class Hosts:
         there = [(host, {entry.key for entry in host.list()}) for host in self.all]
         return {key: [host for host, names in there if key in names] for key in keys}
 
-
-class HostsStore(Store):
-    """The local folders of all hosts as one store."""
-
-    caps = LocalStore.caps
-
-    def __init__(self, hosts: Hosts, folder: str = "", known: dict[str, Entry] | None = None) -> None:
-        self.hosts = hosts
-        self._folder = folder
-        # By folder: this host's manifest, if all its files were found. They stay, as hosts do not leave during a run.
-        self._known: dict[str, Entry] = {} if known is None else known
-
     @property
     def location(self) -> str:
-        return self.hosts.own.location
+        return self.own.location
 
     def prepare(self) -> None:
-        self.hosts.own.prepare()
+        self.own.prepare()
 
     def beneath(self, name: str) -> HostsStore:
-        return HostsStore(self.hosts.beneath(name), name, self._known)
+        store = copy.copy(self)
+        store.own, store.others = self.own.beneath(name), tuple(other.beneath(name) for other in self.others)
+        store._folder = name
+        return store
 
     def folders(self) -> Sequence[str]:
-        return sorted({name for host in self.hosts.all for name in host.folders()})
+        return sorted({name for host in self.all for name in host.folders()})
 
     def upload(self, key: str, size: int) -> Upload:
-        own = self.hosts.own.upload(key, size)
-        path = os.path.join(self.hosts.own.location, key)
+        own = self.own.upload(key, size)
+        path = os.path.join(self.own.location, key)
 
         def replicate() -> None:
-            for other in self.hosts.others[: self.hosts.replicas]:
+            for other in self.others[: self._replicas]:
                 other.send(key, path)
 
         return _Replicated(own, replicate)
 
     def list(self, prefix: str = "") -> list[Entry]:
         found: dict[str, Entry] = {}
-        for host in self.hosts.all:
+        for host in self.all:
             for entry in host.list(prefix):
                 known = found.get(entry.key)
                 if known is None or known.modified < entry.modified:
@@ -113,18 +123,18 @@ class HostsStore(Store):
         if key != MANIFEST:
             return self.holder(key).stat(key)
         with suppress(FileNotFoundError):
-            entry = self.hosts.own.stat(MANIFEST)
+            entry = self.own.stat(MANIFEST)
             if self._known.get(self._folder) == entry:
                 return entry
         host = self._whole()[0]
         entry = host.stat(MANIFEST)
-        if host is self.hosts.own:
+        if host is self.own:
             self._known[self._folder] = entry
         return entry
 
     def holder(self, key: str) -> LocalStore | PeerStore:
         """The first host that has a file."""
-        found = next((host for host in self.hosts.all if host.exists(key)), None)
+        found = next((host for host in self.all if host.exists(key)), None)
         if found is None:
             raise FileNotFoundError(f"no host has {self._folder}/{key}")
         return found
@@ -134,14 +144,14 @@ class HostsStore(Store):
             data = self._whole()[1]
         else:
             data = self.holder(key).get(key, most)[0]
-        return data, _version_of(data)
+        return data, version_of(data)
 
     def _whole(self) -> tuple[LocalStore | PeerStore, bytearray]:
         """The valid manifest, and a host that has it."""
         found: list[tuple[float, str, LocalStore | PeerStore, bytearray]] = []
         files: set[tuple[str, int]] | None = None
         errors: list[CheckpointCorruptError] = []
-        for host in self.hosts.all:
+        for host in self.all:
             try:
                 data = host.get(MANIFEST)[0]
                 manifest = Root(data, host.location)
@@ -151,7 +161,7 @@ class HostsStore(Store):
                 errors.append(error)
                 continue
             if files is None:
-                files = {(entry.key, entry.size) for each in self.hosts.all for entry in each.list()}
+                files = {(entry.key, entry.size) for each in self.all for entry in each.list()}
             if all(named in files for named in needed_files(manifest)):
                 found.append((manifest.head.created, manifest.head.save_id, host, data))
         if found:
@@ -162,26 +172,25 @@ class HostsStore(Store):
         raise FileNotFoundError(f"no host has a complete checkpoint in {self._folder or self.location}")
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
-        if only_if is not None and self._present(key) != only_if:
-            raise ConflictError(f"{self.location}/{key} was replaced by another save since this one began")
-        self.hosts.own.put(key, data)
-        for other in self.hosts.others:
+        if only_if is not None and self.present(key) != only_if:
+            raise self.conflict(key)
+        self.own.put(key, data)
+        for other in self.others:
             other.put(key, data)
-        return _version_of(data)
-
-    def _present(self, key: str) -> Absent | Version:
-        try:
-            return self.get(key)[1]
-        except FileNotFoundError:
-            return ABSENT
+        return version_of(data)
 
     def delete(self, keys: Iterable[str]) -> None:
         named = list(keys)
-        for host in self.hosts.all if named else ():
+        for host in self.all if named else ():
             host.delete(named)
 
+    def delete_ended(self, keys: Iterable[str]) -> None:
+        named = list(keys)
+        for host in self.all if named else ():
+            host.delete_ended(named)
+
     def is_link(self, name: str) -> bool:
-        return any(host.is_link(name) for host in self.hosts.all)
+        return any(host.is_link(name) for host in self.all)
 
     def remove_folder(self, name: str) -> None:
         if self.is_link(name):
@@ -190,11 +199,11 @@ class HostsStore(Store):
         with suppress(CheckpointError):  # leave a damaged checkpoint
             if not folder.exists(MANIFEST):  # the manifest may be left if a host with files was lost
                 folder.delete([MANIFEST])
-        for host in self.hosts.all:
+        for host in self.all:
             host.remove_folder(name)
 
     def sync(self) -> None:
-        for host in self.hosts.all:
+        for host in self.all:
             with suppress(FileNotFoundError):  # a host that came back with an empty disk has no such folder
                 host.sync()
 
@@ -210,20 +219,20 @@ class HostsStore(Store):
             yield from host.read(several, in_flight_bytes=in_flight_bytes)
 
     def lease(self, key: str) -> Lease:
-        self.hosts.own.prepare()  # the files may be on other hosts
-        return self.hosts.own.lease(key)
+        self.own.prepare()  # the files may be on other hosts
+        return self.own.lease(key)
 
     def renew_lease(self, key: str) -> None:
-        self.hosts.own.renew_lease(key)
+        self.own.renew_lease(key)
 
     def lease_ended(self, key: str, last_sign: float) -> bool:
-        return all(host.lease_ended(key, last_sign) for host in self.hosts.all if host.exists(key))
+        return all(host.lease_ended(key, last_sign) for host in self.all if host.exists(key))
 
     def adopt(self, other: Store, key: str, name: str) -> str | None:
         if not isinstance(other, HostsStore):
             return None
         found = None
-        for here, there in zip(self.hosts.all, other.hosts.all, strict=True):
+        for here, there in zip(self.all, other.all, strict=True):
             if not there.exists(key):
                 continue
             if isinstance(here, PeerStore):
@@ -265,32 +274,7 @@ def needed_files(manifest: Root) -> list[tuple[str, int]]:
     return files
 
 
-def _version_of(data: bytes | bytearray | memoryview) -> Version:
-    return Version(xxhash.xxh3_128_hexdigest(data))
-
-
 # ------------------------------------------------------------------ connecting the hosts
-
-
-class Connected:
-    """The connected hosts of a run, and this host's server.
-
-    Attributes:
-        store: the local folders of all hosts as one store.
-        leads: whether this rank is the first one of its host.
-    """
-
-    def __init__(self, store: HostsStore, server: PeerServer | None, leads: bool) -> None:
-        self.store = store
-        self.leads = leads
-        self._server = server
-
-    def close(self) -> None:
-        """Close the connections and the server."""
-        if self._server is not None:
-            self._server.close()
-        for other in self.store.hosts.others:
-            other.close()
 
 
 class _Home(msgspec.Struct, frozen=True):
@@ -306,7 +290,7 @@ def connect(
     replicas: int,
     process_group: Any = None,
     timeout: timedelta | None = None,
-) -> Connected:
+) -> HostsStore:
     """Connect the hosts of a run. Ranks that see the same folder are on the same host. Collective.
 
     Args:
@@ -314,11 +298,13 @@ def connect(
         send_on: copies a file of a step's folder to the root.
         replicas: the number of other hosts that get a copy of each file.
     """
+    if not 0 <= replicas:
+        raise CheckpointManagerError(f"replicas must be a number of other hosts, 0 or more, not {replicas}")
     rank = find_team(process_group, alone=True).rank
     name = f"{_MARK}{uuid.uuid4().hex[:12]}"
     doing = f"looking for the other hosts of {own.location}"
     home = rank
-    server: PeerServer | None = None
+    server: Server | None = None
 
     def mark() -> bytes:
         own.prepare()
@@ -333,7 +319,7 @@ def connect(
             return b""
         own.delete(seen - set(marks))  # left by runs that were killed
         if any(mark not in seen for mark in marks):
-            server = PeerServer(own, own_address(), _PATIENCE, send_on)
+            server = serve_folder(own, own_address(), _PATIENCE, send_on)
         return msgspec.msgpack.encode(_Home(rank, None if server is None else server.address))
 
     def gather(parts: list[bytes]) -> bytes:
@@ -351,7 +337,5 @@ def connect(
         own.delete([name])
     place = [each.rank for each in homes].index(home)
     addresses = [each.address for each in (*homes[place + 1 :], *homes[:place])]  # the next one first
-    others = tuple(PeerStore(address, _PATIENCE) for address in addresses if address is not None)
-    if not 0 <= replicas:
-        raise CheckpointManagerError(f"replicas must be a number of other hosts, 0 or more, not {replicas}")
-    return Connected(HostsStore(Hosts(own, others, replicas)), server, home == rank)
+    others = tuple(PeerStore(Client(address, _PATIENCE)) for address in addresses if address is not None)
+    return HostsStore(own, others, replicas, leads=home == rank, server=server)

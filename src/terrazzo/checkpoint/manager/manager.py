@@ -34,9 +34,9 @@ from terrazzo import errors
 from terrazzo.checkpoint.manager.committing import Unmade, do_together, reduce_over, save_named
 from terrazzo.checkpoint.manager.housekeeping import Housekeeping
 from terrazzo.checkpoint.manager.keeping import Best, KeepPolicy
+from terrazzo.checkpoint.manager.mending import Loading
 from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, checked_step
 from terrazzo.checkpoint.manager.removing import is_held, take_to_read
-from terrazzo.checkpoint.manager.restoring import Loading
 from terrazzo.checkpoint.manager.saving import Moment, SaveEvery, SavePolicy, save_policies
 from terrazzo.checkpoint.manager.tiers import Looked, Which, choose, in_order_of_merit, open_tiers
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE

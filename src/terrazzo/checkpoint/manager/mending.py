@@ -1,4 +1,4 @@
-"""Replace damaged local files by other hosts' copies.
+"""Load a step whose local files may be damaged: from other hosts' copies, or else from the copy in the root.
 
 When reading has failed, every host reads its files of the checkpoint and compares them with their checksums. A damaged
 file of which another host has an intact copy is removed first, so that it is not read, copied or shared, and then
@@ -8,7 +8,8 @@ fetched from there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
@@ -18,101 +19,161 @@ import msgspec
 from terrazzo.checkpoint.manager.committing import do_together, reduce_over
 from terrazzo.checkpoint.manager.copying import copy_file
 from terrazzo.checkpoint.manager.hosts import HostsStore, needed_files
+from terrazzo.checkpoint.manager.records import Record
+from terrazzo.checkpoint.manager.removing import remove, take_to_read
+from terrazzo.checkpoint.manager.tiers import Tier, Tiers
 from terrazzo.checkpoint.native.commit import read_manifest
 from terrazzo.checkpoint.native.verify import verify_store
-from terrazzo.checkpoint.stores.local import LocalStore
+from terrazzo.checkpoint.run.coordination import find_team
+from terrazzo.checkpoint.stores import Lease, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointException
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
-
-class Found(msgspec.Struct, frozen=True):
-    """The damage that was found.
-
-    Attributes:
-        mended: whether any file was replaced.
-        lost: the damaged or missing files of which no host has an intact copy: by name, what is wrong.
-    """
-
-    mended: bool
-    lost: dict[str, str]
+_MENDS: Final = 2  # twice, because some files can be verified only when a missing index has been replaced
 
 
 class _Look(msgspec.Struct, array_like=True, frozen=True):
-    """The intact and the damaged files of a checkpoint on a host."""
+    """The intact and the damaged files of a checkpoint on a host, and those that it needs."""
 
-    whole: list[str]
+    intact: list[str]
     damaged: dict[str, str]
     needed: list[str]
 
 
-class _Told(msgspec.Struct, array_like=True, frozen=True):
+class _Damage(msgspec.Struct, array_like=True, frozen=True):
+    """The files that are replaced; and by name, what is wrong with those of which no host has an intact copy."""
+
     replaced: list[str]
     lost: dict[str, str]
 
 
-def may_be_damage(error: CheckpointException) -> bool:
+@dataclass(frozen=True)
+class Loading:
+    """The load of a checkpoint on all ranks. Its methods are collective.
+
+    Attributes:
+        tiers: the tiers in which it may be.
+        record: its record.
+        load: loads it from a store, or raises the same `CheckpointException` on all ranks.
+    """
+
+    tiers: Tiers
+    record: Record
+    load: Callable[[Store], object]
+    group: Any = None
+    timeout: timedelta | None = None
+
+    def load_from(self, tier: Tier, leases: list[Lease]) -> bool:
+        """Load from a tier. Returns whether its files are damaged beyond repair, so that the root's were loaded.
+
+        The lease of the root's copy is added to `leases`.
+        """
+        for number in range(_MENDS + 1):
+            try:
+                self.load(tier.catalog.store_of(self.record.step))
+                return False
+            except CheckpointException as error:
+                if number == _MENDS or tier is not self.tiers.local or not _may_be_damage(error):
+                    raise
+                try:
+                    found = self._mended(tier)
+                    in_root = bool(found.lost) and self._held_in_root(leases)
+                except CheckpointError as failed:
+                    raise error from failed
+                if not found.replaced and not in_root:
+                    raise
+            if in_root:
+                root = self.tiers.root
+                LOGGER.warning(
+                    "%s; step %s is read from %s", "; ".join(found.lost.values()), self.record.step, root.root
+                )
+                self.load(root.catalog.store_of(self.record.step))
+                return True
+        raise AssertionError("the last attempt returns or raises")
+
+    def discard_local(self) -> None:
+        """Remove the damaged local checkpoint, so that no save shares its files and no rank reads it again."""
+        local = self.tiers.local
+        assert local is not None
+
+        def discard() -> None:
+            if not find_team(self.group, alone=True).is_coordinator:
+                return
+            if not remove(local.catalog, self.record.step):
+                where = local.catalog.store_of(self.record.step).location
+                LOGGER.warning("%s is damaged, but is not removed because it is being read", where)
+
+        do_together(
+            f"removing the damaged step {self.record.step} from {local.root}", discard, self.group, self.timeout
+        )
+
+    def _mended(self, tier: Tier) -> _Damage:
+        """Verify all files of the checkpoint, and replace damaged ones that are intact on another host."""
+        store = tier.catalog.store_of(self.record.step)
+        assert isinstance(store, HostsStore)
+        doing, own, mine = f"looking for damage at {store.location}", store.own, {}
+
+        def look() -> bytes:
+            if not store.leads:
+                return b""
+            here = _look(store)
+            mine.update(here.damaged)
+            return msgspec.msgpack.encode(here)
+
+        told = reduce_over(doing, look, _judged, self.group, self.timeout)
+        damage = msgspec.msgpack.decode(told, type=_Damage)
+        replaced = {name: what for name, what in mine.items() if name in damage.replaced}
+        if damage.replaced:
+            # All are removed before the first is fetched, so that only intact files can be fetched.
+            do_together(doing, partial(own.delete, list(replaced)), self.group, self.timeout)
+            do_together(doing, partial(_fetch, store, replaced), self.group, self.timeout)
+        return damage
+
+    def _held_in_root(self, leases: list[Lease]) -> bool:
+        """Whether the root has a copy of this checkpoint, not of another save of the step; if so, hold it."""
+
+        def take(_: list[bytes]) -> bytes:
+            catalog = self.tiers.root.catalog
+            if self.record not in catalog.read():
+                return b""
+            leases.append(take_to_read(catalog, self.record.step))
+            return b"held"
+
+        doing = f"looking for step {self.record.step} in {self.tiers.root.root}"
+        return bool(reduce_over(doing, lambda: b"", take, self.group, self.timeout))
+
+
+def _may_be_damage(error: CheckpointException) -> bool:
     """Whether damaged files may be the cause of an error."""
     return any(isinstance(each, CheckpointCorruptError | OSError | EOFError) for each, _ in error.failures.values())
 
 
-def mend(
-    store: HostsStore, leads: bool, doing: str, process_group: Any = None, timeout: timedelta | None = None
-) -> Found:
-    """Verify all files of a checkpoint, and replace damaged ones that are intact on another host. Collective.
-
-    Args:
-        store: the checkpoint's store.
-        leads: whether this rank is the first one of its host.
-        doing: what is being done, for error messages.
-    """
-    mine: dict[str, str] = {}
-
-    def look() -> bytes:
-        if not leads:
-            return b""
-        here = _look(store)
-        mine.update(here.damaged)
-        return msgspec.msgpack.encode(here)
-
-    told = msgspec.msgpack.decode(reduce_over(doing, look, _judged, process_group, timeout), type=_Told)
-    replaced = {name: what for name, what in mine.items() if name in told.replaced}
-    if told.replaced:
-        # All are removed before the first is fetched, so that only intact files can be fetched.
-        do_together(doing, partial(store.hosts.own.delete, list(replaced)), process_group, timeout)
-        do_together(doing, partial(_fetch, store, replaced), process_group, timeout)
-    return Found(bool(told.replaced), told.lost)
-
-
 def _look(store: HostsStore) -> _Look:
-    own = store.hosts.own
+    own = store.own
     needed = sorted({name for name, _ in needed_files(read_manifest(store))})
     here = {entry.key for entry in own.list()} & set(needed)
     damaged: dict[str, str] = {}
     for damage in verify_store(store, only=here):
         if damage.file in here:
-            damaged.setdefault(damage.file, f"{_where(own, damage.file)}: {damage.what}")
+            damaged.setdefault(damage.file, f"{own.location}/{damage.file}: {damage.what}")
     return _Look(sorted(here - set(damaged)), damaged, needed)
 
 
 def _judged(parts: list[bytes]) -> bytes:
     looks = [msgspec.msgpack.decode(part, type=_Look) for part in parts if part]
-    whole = {name for each in looks for name in each.whole}
+    intact = {name for each in looks for name in each.intact}
     damaged = {name: what for each in looks for name, what in each.damaged.items()}
     needed = {name for each in looks for name in each.needed}
-    lost = {name: damaged.get(name, f"no host has {name}") for name in sorted(needed - whole)}
-    return msgspec.msgpack.encode(_Told(sorted(set(damaged) & whole), lost))
+    lost = {name: damaged.get(name, f"no host has {name}") for name in sorted(needed - intact)}
+    return msgspec.msgpack.encode(_Damage(sorted(set(damaged) & intact), lost))
 
 
 def _fetch(store: HostsStore, names: Mapping[str, str]) -> None:
-    own = store.hosts.own
+    own = store.own
     for name, what in names.items():
         LOGGER.warning("%s; it was replaced by another host's copy", what)
         try:
             copy_file(store.holder(name), own, name)
         except (CheckpointError, OSError) as error:  # it will be read from the other host
-            LOGGER.warning("%s could not be fetched from the host that has it: %s", _where(own, name), error)
-
-
-def _where(own: LocalStore, name: str) -> str:
-    return f"{own.location}/{name}"
+            LOGGER.warning("%s could not be fetched from the host that has it: %s", f"{own.location}/{name}", error)

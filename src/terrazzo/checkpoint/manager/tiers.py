@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from terrazzo.checkpoint.manager.committing import do_together, reduce_over
 from terrazzo.checkpoint.manager.copying import copy_file
-from terrazzo.checkpoint.manager.hosts import Connected, connect
+from terrazzo.checkpoint.manager.hosts import HostsStore, connect
 from terrazzo.checkpoint.manager.keeping import Best, KeepLast, KeepPolicy, not_copied, reasons_to_keep, settled
 from terrazzo.checkpoint.manager.records import RUN, Catalog, Record, Unreadable, checked_step, write_reasons
 from terrazzo.checkpoint.manager.removing import clear_all, remove
@@ -88,7 +88,7 @@ class Tiers:
         local: the local folders of its hosts, if it has any.
     """
 
-    def __init__(self, root: Tier, local: Tier | None, hosts: Connected | None) -> None:
+    def __init__(self, root: Tier, local: Tier | None, hosts: HostsStore | None) -> None:
         self.root = root
         self.local = local
         self._hosts = hosts
@@ -97,11 +97,6 @@ class Tiers:
         """Close the connections to the other hosts."""
         if self._hosts is not None:
             self._hosts.close()
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank is the first one of its host."""
-        return self._hosts is not None and self._hosts.leads
 
     @property
     def fast(self) -> Tier:
@@ -221,7 +216,7 @@ def open_tiers(
         raise CheckpointManagerError(f"local and root must be different folders, not both {local}")
     _claim(root, own, process_group, timeout)
     hosts = connect(own, send_on, replicas, process_group, timeout)
-    return Tiers(top, Tier(Place(hosts.store), below, best), hosts)
+    return Tiers(top, Tier(Place(hosts), below, best), hosts)
 
 
 def _claim(root: Place, own: LocalStore, process_group: Any, timeout: timedelta | None) -> None:

@@ -1,0 +1,99 @@
+"""Calls between processes: what a server does is what its caller gets, and nobody waits for a process that is gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from terrazzo.comm import serving
+from terrazzo.comm.serving import Client, Server, WrongSecretError
+
+
+class Desk:
+    """A session that does a few things, and says when its connection has ended."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def answer(self, operation: str, arguments: tuple[Any, ...], follows: Iterable[bytearray]) -> Any:
+        match operation, arguments:
+            case "add", (int(a), int(b)):
+                return a + b
+            case "turn", ():
+                return bytearray(b"".join(follows)[::-1])
+            case "sleep", (seconds,):
+                time.sleep(seconds)
+                return "awake"
+            case "look", ():
+                raise FileNotFoundError("it is not here")
+        raise ValueError(f"there is no {operation}")
+
+    def close(self) -> None:
+        self.ended.set()
+
+
+@contextmanager
+def served(timeout: float = 5.0) -> Iterator[tuple[Server, Client, Desk]]:
+    desk = Desk()
+    server = Server(socket.create_server(("127.0.0.1", 0)), b"between us", lambda: desk, timeout)
+    client = Client(server.address, timeout)
+    yield server, client, desk
+    client.close()
+    server.close()
+
+
+def test_values_bytes_and_errors() -> None:
+    with served() as (_, client, desk):
+        assert client.call("add", 1, 2) == 3
+        data = os.urandom(9_000_001)  # of several pieces
+        turned = data[::-1]
+        assert client.call("turn", data=[memoryview(data)], follows=len(data)) == turned
+        into = bytearray(len(data))
+        client.call("turn", data=[memoryview(data)], follows=len(data), into=memoryview(into))
+        assert into == turned
+        with pytest.raises(FileNotFoundError, match="it is not here"):
+            client.call("look")
+        # What was sent with a call that failed is not taken for the next call.
+        with pytest.raises(OSError, match="ValueError: there is no other"):
+            client.call("other", data=[memoryview(data)], follows=len(data))
+        with pytest.raises(OSError, match="3 bytes came, and 5 were expected"):
+            client.call("turn", data=[memoryview(b"abc")], follows=3, into=memoryview(bytearray(5)))
+        assert client.call("add", 2, 2) == 4
+        client.close()
+        assert desk.ended.wait(20)
+
+
+def test_a_call_may_take_longer_than_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_SECONDS", 0.05)
+    with served(timeout=0.5) as (_, client, _):
+        assert client.call("sleep", 1.2) == "awake"
+
+
+def test_a_server_that_is_gone() -> None:
+    with served() as (server, client, desk):
+        assert client.call("add", 1, 1) == 2
+        server.close()
+        assert desk.ended.wait(20)
+        for _ in range(2):
+            with pytest.raises(OSError, match="does not answer"):
+                client.call("add", 1, 1)
+
+
+def test_other_secrets_and_other_servers() -> None:
+    with served() as (server, client, _):
+        other = Client(msgspec.structs.replace(server.address, secret=b""), 5.0)
+        with pytest.raises(WrongSecretError, match="has another secret"):
+            other.call("add", 1, 1)
+        assert client.call("add", 1, 1) == 2
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = serving.Address("127.0.0.1", silent.getsockname()[1], b"between us")
+        with pytest.raises(OSError, match="did not ask for a secret"):
+            Client(address, 0.3).call("add", 1, 1)
