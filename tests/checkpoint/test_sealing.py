@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from typer.testing import CliRunner
 
 from checkpoint.formats.deepspeed import made
 from terrazzo.checkpoint import save, seal, verify
+from terrazzo.checkpoint.formats import HuggingFaceWriter
+from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.stores import MemoryStore
 from terrazzo.cli import app
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
@@ -179,6 +182,40 @@ def test_a_damaged_seal_is_an_error(tmp_path: Path) -> None:
         verify(path)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_who_replaces_a_sealed_checkpoint_removes_its_seal(tmp_path: Path) -> None:
+    new = {"w": torch.ones(9), "half": torch.zeros(3)}
+
+    def dcp_again(path: Path) -> None:
+        save(new, storage_writer=_dcp_writer(path), no_dist=True)
+
+    def huggingface_again(path: Path) -> None:
+        save(new, storage_writer=HuggingFaceWriter(path), no_dist=True)
+
+    def huggingface_in_shards(path: Path) -> None:
+        save(new, storage_writer=HuggingFaceWriter(path, always_index=True), no_dist=True)
+
+    def converted(path: Path) -> None:
+        save(new, checkpoint_id=tmp_path / "new", no_dist=True)
+        convert(tmp_path / "new", path, "torch_save", overwrite=True)
+
+    for write, again in (
+        (_dcp, dcp_again),
+        (_huggingface, huggingface_again),
+        (_huggingface, huggingface_in_shards),
+        (_torch_save, converted),
+    ):
+        folder = tmp_path / again.__name__
+        folder.mkdir()
+        path = write(folder)
+        seal(path)
+        again(path)
+        assert not list(folder.glob("*seal*")), again
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            assert verify(path) == []
+
+
 def test_in_a_store() -> None:
     store = MemoryStore()
     save({"w": torch.ones(4)}, checkpoint_id=None, storage_writer=_dcp_writer(store), no_dist=True)
@@ -190,7 +227,7 @@ def test_in_a_store() -> None:
     assert [damage.file for damage in verify(store)] == [name]
 
 
-def _dcp_writer(store: MemoryStore) -> object:
+def _dcp_writer(store: MemoryStore | Path) -> Any:
     from terrazzo.checkpoint.formats import DCPWriter
 
     return DCPWriter(store)

@@ -8,6 +8,7 @@ from typing import Any
 
 from terrazzo.checkpoint.formats.format import Writing
 from terrazzo.checkpoint.formats.source import CopyPlanner, Source
+from terrazzo.checkpoint.native.format import SEAL
 from terrazzo.checkpoint.planner import WriteItem
 from terrazzo.checkpoint.run.sides import side_of_writer
 from terrazzo.checkpoint.storage import StorageWriter
@@ -54,6 +55,7 @@ def new_file(store: Store, name: str) -> Iterator[Upload]:
         file.abort()
         raise
     file.finish()
+    store.delete([f"{name}.{SEAL}"])
 
 
 class _Reporting(CopyPlanner):

@@ -16,9 +16,10 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from terrazzo.checkpoint.native.format import MANIFEST, lease_name, save_of
+from terrazzo.checkpoint.native.format import MANIFEST, SEAL, lease_name, save_of
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.stores.base import ABSENT, LARGEST, LOCK, TEMPORARY, Absent, Entry, Lease, Store, Version
 from terrazzo.errors import (
@@ -92,6 +93,7 @@ class Commit:
 
     def put(self, data: bytes | memoryview) -> Version:
         """Commit; `ConflictError` if another save has committed since `begin`."""
+        replaces = self.replacing is not ABSENT
         self._is_put = None
         try:
             self.replacing = self._store.put(self._root, data, only_if=self.replacing)
@@ -99,6 +101,9 @@ class Commit:
             self._is_put = False
             raise
         self._is_put = True
+        if replaces:
+            with suppress(OSError):  # what was committed stays; `verify` then says that the seal is another's
+                self._store.delete([SEAL])
         return self.replacing
 
     def is_absent(self) -> bool:

@@ -3,6 +3,8 @@
     seal.terrazzo            in the folder of a checkpoint
     NAME.seal.terrazzo       beside a checkpoint that is one file
 
+A save or conversion that replaces the checkpoint removes its seal.
+
 It is JSON: {"version": 1, "algorithm": "xxh3-64", "block": bytes, "files": {name: {"size": bytes, "sums": [...]}}}.
 """
 
@@ -16,15 +18,15 @@ import msgspec
 
 from terrazzo.checkpoint.formats.format import Checked
 from terrazzo.checkpoint.formats.registry import located
-from terrazzo.checkpoint.native.format import checksum, is_temporary, lease_name, save_of
+from terrazzo.checkpoint.native.format import SEAL, checksum, is_temporary, lease_name, save_of
 from terrazzo.checkpoint.native.names import is_plain_name, named_by_latest
 from terrazzo.checkpoint.native.verify import Damage
 from terrazzo.checkpoint.stores import SMALL, Place, Request, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 
-SEAL: Final = "seal.terrazzo"
 _VERSION, _ALGORITHM, _BLOCK = 1, "xxh3-64", 4 << 20
 _LARGEST_BLOCK: Final = 64 << 20
+_SAVED_AGAIN: Final = " (if another program has saved here since, seal it again)"
 
 
 class _File(msgspec.Struct):
@@ -106,13 +108,13 @@ def _damage(place: Place, name: str, file: _File, block: int, progress: Callable
     try:
         size = store.stat(place.name).size
     except FileNotFoundError:
-        return [Damage(name, "is missing; it was there when the checkpoint was sealed")]
+        return [Damage(name, f"is missing; it was there when the checkpoint was sealed{_SAVED_AGAIN}")]
     if size != file.size:
-        return [Damage(name, f"has {size} bytes, and had {file.size} when the checkpoint was sealed")]
+        return [Damage(name, f"has {size} bytes, and had {file.size} when the checkpoint was sealed{_SAVED_AGAIN}")]
     found = []
     for (start, piece), expected in zip(_blocks(store, place.name, size, block, progress), file.sums, strict=True):
         if f"{checksum(piece):016x}" != expected:
-            what = "not the bytes that were there when the checkpoint was sealed"
+            what = f"not the bytes that were there when the checkpoint was sealed{_SAVED_AGAIN}"
             found.append(Damage(name, what, None, start, start + len(piece)))
     return found
 

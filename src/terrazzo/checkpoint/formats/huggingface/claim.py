@@ -14,7 +14,7 @@ from typing import Final
 
 from terrazzo.checkpoint.formats.huggingface import files
 from terrazzo.checkpoint.native.commit import Commit, by_save, ended, remove_ended, temporary_of
-from terrazzo.checkpoint.native.format import lease_name, save_of
+from terrazzo.checkpoint.native.format import SEAL, lease_name, save_of
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores import ABSENT, SMALL, Absent, Entry, LocalStore, Store, Version
 from terrazzo.errors import CheckpointCorruptError, CheckpointExistsError, ConflictError
@@ -157,7 +157,7 @@ class Claim:
                 if self._stat(self._single_name) != self._single:
                     raise self._store.conflict(self._single_name)
             others = set() if self._others_save() else self._shards()
-            self._store.delete([*names, *sorted((self._replaced | others) - set(kept))])
+            self._store.delete([*names, SEAL, *sorted((self._replaced | others) - set(kept))])
             if index is not None and self._index_version() != index:
                 raise self._store.conflict(self._index)
         except ConflictError:
