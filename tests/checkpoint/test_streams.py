@@ -24,7 +24,7 @@ from terrazzo.checkpoint.run.device_copies import ThisAccelerator, copy_from_dev
 from terrazzo.checkpoint.torch_api import items
 from terrazzo.layout import Box
 from terrazzo.publish.host_copy import HostCopy
-from terrazzo.publish.parts import Part, Parts, TensorInfo
+from terrazzo.publish.parts import ModelPart, Parts, TensorInfo
 from terrazzo.publish.snapshot import Snapshot
 
 NUMEL = 1 << 12
@@ -252,7 +252,7 @@ def test_published_weights_pass_through_pinned_memory_which_may_be_used_again_at
         tensors = {name: OnDevice(tensor, there, double) for name, tensor in state.items()}
         parts = Parts(
             {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()},
-            tuple(Part(name, Box.whole(tensor.shape), tensor, False, False) for name, tensor in tensors.items()),
+            tuple(ModelPart(name, Box.whole(tensor.shape), tensor, False, False) for name, tensor in tensors.items()),
             {},
         )
         snapshot = Snapshot(parts.parts, None)

@@ -41,6 +41,7 @@ from terrazzo._torch import (
     symmetric,
     tensors,
     transforms,
+    traps,
 )
 from terrazzo._torch.declared import check
 
@@ -66,4 +67,5 @@ __all__ = [
     "symmetric",
     "tensors",
     "transforms",
+    "traps",
 ]
