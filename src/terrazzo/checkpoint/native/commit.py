@@ -93,7 +93,7 @@ class Commit:
 
     def put(self, data: bytes | memoryview) -> Version:
         """Commit; `ConflictError` if another save has committed since `begin`."""
-        replaces = self.replacing is not ABSENT
+        may_be_sealed = self.replacing is not ABSENT and self._root != MANIFEST
         self._is_put = None
         try:
             self.replacing = self._store.put(self._root, data, only_if=self.replacing)
@@ -101,8 +101,8 @@ class Commit:
             self._is_put = False
             raise
         self._is_put = True
-        if replaces:
-            with suppress(OSError):  # what was committed stays; `verify` then says that the seal is another's
+        if may_be_sealed:
+            with suppress(OSError):  # the commit is done; `verify` will say what is not as it was sealed
                 self._store.delete([SEAL])
         return self.replacing
 
