@@ -452,6 +452,8 @@ TRAIN_OTHERWISE = (
     check_models_with_the_same_streams,
     check_offloaded_state_that_the_host_reads,
     check_writes_to_unsharded_parameters,
+    check_writes_to_kept_parts,
+    check_writes_between_two_runs,
 )
 
 
