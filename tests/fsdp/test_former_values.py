@@ -89,6 +89,8 @@ def outcome(module: Any, x: Tensor, write: str) -> list[Tensor | None] | type:
         loss.backward()
     except RuntimeError as error:
         assert "modified by an inplace operation" in str(error), error
+        if x.device.type != "cpu":  # gathers ahead of what raised may still read the model, which is dropped now
+            torch.accelerator.synchronize()
         return RuntimeError
     return [None if p.grad is None else whole(p.grad) for p in module.parameters()]
 
