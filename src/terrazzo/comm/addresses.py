@@ -22,6 +22,16 @@ _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR
 _GLOBAL: Final = "00"  # the scope of an address of IPv6 that is good beyond its link
 
 
+def listen_at(address: str, port: int = 0) -> socket.socket:
+    """A socket that listens at one address of this host, of IPv4 or IPv6, and no other; by default at a free port.
+
+    >>> with listen_at("127.0.0.1") as listening:
+    ...     listening.getsockname()[0]
+    '127.0.0.1'
+    """
+    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+
+
 def own_address() -> str:
     """An address of this host that others reach; raises `CommError` where it is not to be found.
 

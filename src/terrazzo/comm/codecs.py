@@ -83,10 +83,9 @@ class _Blocks(Codec):
         blocks = _blocks(values, self._block(values.shape))
         scale = self._scale(torch.cat([_largest(block) for block in blocks], -2))
         found = torch.empty(values.shape, dtype=self.values, device=values.device)
-        start = 0
-        for block, out in zip(blocks, _blocks(found, self._block(values.shape)), strict=True):
-            quotient = block / scale.narrow(-2, start, block.shape[-2]).float()
-            start += block.shape[-2]
+        outs = _blocks(found, self._block(values.shape))
+        for block, out, own in zip(blocks, outs, _split_like(blocks, scale), strict=True):
+            quotient = block / own.float()
             out.copy_(quotient.round_() if self.values is torch.int8 else quotient)
         return [found.view(torch.uint8), scale.view(torch.uint8)]
 
@@ -94,11 +93,10 @@ class _Blocks(Codec):
         if not out.numel():
             return
         values, scale = parts[0].view(self.values), _as(parts[1], self.scales).float()
-        start = 0
-        for block, into in zip(*(_blocks(x, self._block(out.shape)) for x in (values, out)), strict=True):
+        blocks, outs = (_blocks(x, self._block(out.shape)) for x in (values, out))
+        for block, into, own in zip(blocks, outs, _split_like(blocks, scale), strict=True):
             into.copy_(block)  # exactly, and rounded once by the product, which is computed in single precision
-            into.mul_(scale.narrow(-2, start, block.shape[-2]))
-            start += block.shape[-2]
+            into.mul_(own)
 
     def refuses(self, shape: Shape, dtype: torch.dtype, dim: int, n: int) -> str:
         if dim == len(shape) - 1 and n > 1 and (self.of_row or shape[-1] % (n * (self.block or 1))):
@@ -167,10 +165,8 @@ class NVFP4(_Blocks):
         row = self._scale(largest.amax(-2, keepdim=True)) / 448
         scale = (largest / self.largest / row).to(self.scales)
         codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
-        start = 0
-        for block, out in zip(blocks, _blocks(codes, self.block), strict=True):
-            divisor = scale.narrow(-2, start, block.shape[-2]).float() * row
-            start += block.shape[-2]
+        for block, out, own in zip(blocks, _blocks(codes, self.block), _split_like(blocks, scale), strict=True):
+            divisor = own.float() * row
             quotient = block / torch.where(divisor == 0, 1.0, divisor)
             out.copy_(torch.bucketize(quotient.abs(), _bounds(values.device), out_int32=True))
             out.add_(quotient.signbit(), alpha=8)
@@ -182,10 +178,9 @@ class NVFP4(_Blocks):
             return
         scale = _as(parts[1], self.scales).float() * _as(parts[2], torch.float32)
         out.copy_(torch.nn.functional.embedding(parts[0].int(), _pairs(out.device)).flatten(-2))
-        start = 0
-        for into in _blocks(out, self.block):
-            into.mul_(scale.narrow(-2, start, into.shape[-2]))
-            start += into.shape[-2]
+        outs = _blocks(out, self.block)
+        for into, own in zip(outs, _split_like(outs, scale), strict=True):
+            into.mul_(own)
 
     def refuses(self, shape: Shape, dtype: torch.dtype, dim: int, n: int) -> str:
         return (
@@ -217,6 +212,11 @@ def _blocks(x: Tensor, block: int) -> list[Tensor]:
     whole = width - width % block
     views = [x.narrow(-1, 0, whole).unflatten(-1, (whole // block, block))] if whole else []
     return [*views, x.narrow(-1, whole, width - whole).unsqueeze(-2)] if width > whole else views
+
+
+def _split_like(blocks: Sequence[Tensor], scales: Tensor) -> Sequence[Tensor]:
+    """The scales of the blocks in each of these views."""
+    return scales.split([view.shape[-2] for view in blocks], -2)
 
 
 def _largest(block: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Final
 
-from terrazzo.comm.addresses import own_address
+from terrazzo.comm.addresses import listen_at, own_address
 from terrazzo.comm.serving import Address, Client, Server, Session, WrongSecretError
 from terrazzo.errors import CommError, PublishValueError
 
@@ -98,7 +98,7 @@ class Channel:
     def serve_beside(self, session: Callable[[], Session], timeout: timedelta) -> tuple[Server, str, int]:
         """A server of this rank's own, and where others reach it: of a loopback address, only from this host."""
         host = self._host if self.is_loopback else own_address()
-        listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening = listen_at(host)
         return self._server(listening, session, timeout), host, int(listening.getsockname()[1])
 
     def _server(self, listening: socket.socket, session: Callable[[], Session], timeout: timedelta) -> Server:
@@ -107,8 +107,7 @@ class Channel:
     def _listen(self) -> socket.socket:
         """A loopback address stays one. Others may be of a proxy, or names: then all interfaces have to listen."""
         if self.is_loopback:
-            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            return socket.create_server((self._host, self._port), family=family)
+            return listen_at(self._host, self._port)
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", self._port), family=socket.AF_INET6, dualstack_ipv6=True)
         return socket.create_server(("", self._port))

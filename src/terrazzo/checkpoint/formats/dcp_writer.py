@@ -26,7 +26,7 @@ from terrazzo.checkpoint.formats.registry import check_is_found, import_all
 from terrazzo.checkpoint.formats.torch_writing import write_archive
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native.commit import Commit, by_save, remove_ended
-from terrazzo.checkpoint.native.format import lease_name, save_of
+from terrazzo.checkpoint.native.format import SEAL, lease_name, save_of
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from terrazzo.checkpoint.run.sides import WriterSide
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
@@ -51,7 +51,7 @@ class DCPWriter(StorageWriter):
         self.sync_files = sync_files
         self.overwrite = overwrite
         self._name = ""  # the prefix of this rank's files
-        self._replaced: set[str] = set()  # the files of the old checkpoint
+        self._replaced: set[str] = set()  # the files of the old checkpoint, and its seal
         import_all()  # `check_is_found` needs them
         self._go_to(path)
 
@@ -83,7 +83,7 @@ class DCPWriter(StorageWriter):
         # First, so that this save fails if another one commits from now on.
         self._commit = Commit(self._store, METADATA)
         data = self._commit.begin(overwrite=self.overwrite)
-        self._replaced = set() if data is None else _files_of(data, str(self.path)) or set()
+        self._replaced = set() if data is None else {SEAL, *(_files_of(data, str(self.path)) or ())}
         _remove_leftovers(self._store)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

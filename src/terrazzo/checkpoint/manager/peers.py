@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Final
@@ -18,6 +17,7 @@ import msgspec
 from terrazzo.checkpoint.native.names import is_plain_name, step_of_name
 from terrazzo.checkpoint.stores import LARGEST, Absent, Entry, MemoryUpload, Request, Store, Upload, Version, check_size
 from terrazzo.checkpoint.stores.local import LocalStore
+from terrazzo.comm.addresses import listen_at
 from terrazzo.comm.serving import LONGEST, PIECE, Client, Server
 
 _SECRET: Final = 32
@@ -25,9 +25,8 @@ _SECRET: Final = 32
 
 def serve_folder(store: LocalStore, host: str, timeout: float, send_on: Callable[[str, str], None]) -> Server:
     """Serve a folder of this host. `send_on` copies a file of it to the root."""
-    listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     folder = _Folder(store, send_on)
-    return Server(listening, secrets.token_bytes(_SECRET), lambda: folder, timeout)
+    return Server(listen_at(host), secrets.token_bytes(_SECRET), lambda: folder, timeout)
 
 
 class _Folder:

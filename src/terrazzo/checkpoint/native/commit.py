@@ -16,10 +16,9 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-from terrazzo.checkpoint.native.format import MANIFEST, SEAL, lease_name, save_of
+from terrazzo.checkpoint.native.format import MANIFEST, lease_name, save_of
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.stores.base import ABSENT, LARGEST, LOCK, TEMPORARY, Absent, Entry, Lease, Store, Version
 from terrazzo.errors import (
@@ -93,7 +92,6 @@ class Commit:
 
     def put(self, data: bytes | memoryview) -> Version:
         """Commit; `ConflictError` if another save has committed since `begin`."""
-        may_be_sealed = self.replacing is not ABSENT and self._root != MANIFEST
         self._is_put = None
         try:
             self.replacing = self._store.put(self._root, data, only_if=self.replacing)
@@ -101,9 +99,6 @@ class Commit:
             self._is_put = False
             raise
         self._is_put = True
-        if may_be_sealed:
-            with suppress(OSError):  # the commit is done; `verify` will say what is not as it was sealed
-                self._store.delete([SEAL])
         return self.replacing
 
     def is_absent(self) -> bool:

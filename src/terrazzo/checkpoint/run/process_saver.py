@@ -23,7 +23,7 @@ from terrazzo.checkpoint.native import marker
 from terrazzo.checkpoint.run.coordination import Failure, Team, with_plane
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.checkpoint.run.staging import HostMemory, Skeleton, carve, layout_of, put_together, take_apart
-from terrazzo.comm.addresses import own_address
+from terrazzo.comm.addresses import listen_at, own_address
 from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
 from terrazzo.comm.processes import host_identity
 from terrazzo.errors import CheckpointError
@@ -85,7 +85,7 @@ class ProcessSaver:
             loopback = len(set(hosts)) == 1 and hosts[0] != b""
             address = "127.0.0.1" if loopback else own_address()
             # Bound here, because a store would bind to all interfaces.
-            listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+            listening = listen_at(address)
             port = listening.getsockname()[1]
             self._store = dist.TCPStore(
                 address,

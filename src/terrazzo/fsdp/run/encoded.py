@@ -9,15 +9,13 @@ from torch import Tensor
 
 from terrazzo.comm.codecs import Codec, Plain
 from terrazzo.comm.encoded import Encoded
-from terrazzo.comm.flat import FlatPlan
+from terrazzo.comm.flat import ALIGNMENT, FlatPlan
 from terrazzo.comm.in_place import InPlace
 from terrazzo.comm.pending import Pending
 from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.settings import Settings
-
-_ALIGNMENT = 128  # bytes of a section on accelerators
 
 
 def bucket_of(params: Sequence[ShardedParameter], settings: Settings) -> Bucket:
@@ -46,7 +44,7 @@ def encoded(
                 f"{param.dim} into {plan.n} parts: {allowed}. Or give fully_shard a policy without it for this module"
             )
         codecs.append(own)
-    return Encoded(plan, codecs, equal, 1 if settings.mesh.device.type == "cpu" else _ALIGNMENT)
+    return Encoded(plan, codecs, equal, 1 if settings.mesh.device.type == "cpu" else ALIGNMENT)
 
 
 class EncodedBucket(Bucket):

@@ -26,7 +26,7 @@ from torch import Tensor
 from terrazzo._torch.autograd import accumulation_hooks, gradient_hooks, have_hooks
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.encoded import Encoded
-from terrazzo.comm.flat import FlatPlan
+from terrazzo.comm.flat import ALIGNMENT, FlatPlan
 from terrazzo.comm.in_place import InPlace
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.misuse import remark_on_graph
@@ -38,7 +38,6 @@ from terrazzo.fsdp.run.encoded import encoded
 from terrazzo.fsdp.settings import AllReduceHook, Options
 
 _MOST_FLATS = 16  # combinations of parameters with room whose plans are kept
-_ALIGNMENT = 128  # bytes; what backends of accelerators reduce fastest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,9 +183,9 @@ class Gradients:
             mesh = self.bucket.settings.mesh
             extra = len(params) if mesh.size > 1 else 0
             plan = self.bucket.plan_over(mesh.shard, params, extra)
-            rest = plan.own_size * self.dtype.itemsize % _ALIGNMENT
+            rest = plan.own_size * self.dtype.itemsize % ALIGNMENT
             if extra and rest and plan.alike and mesh.device.type != "cpu":
-                extra += (_ALIGNMENT - rest) // self.dtype.itemsize
+                extra += (ALIGNMENT - rest) // self.dtype.itemsize
                 plan = self.bucket.plan_over(mesh.shard, params, extra)
             codec, settings = self.bucket.settings.reduce_codec, self.bucket.settings
             sent = in_place = None
