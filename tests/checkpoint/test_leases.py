@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from terrazzo.checkpoint.formats import DCPWriter, HuggingFaceWriter
 from terrazzo.checkpoint.native.commit import ended, sweep
 from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.stores import LocalStore
+from terrazzo.checkpoint.stores.fsspec_store import FsspecStore
 
 
 def leases(folder: Path) -> list[str]:
@@ -168,3 +170,62 @@ def test_what_is_locked_after_it_was_looked_at_is_not_removed(tmp_path: Path) ->
         assert path.exists()
     sweep(store, [path.name])
     assert not path.exists()
+
+
+class WithoutLocks:
+    """`os` for a file system that has no locks; and, if `keeps` is set, lets no file of that name be removed."""
+
+    keeps = "-"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def flock(self, fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def unlink(self, path: Any) -> None:
+        if os.path.basename(path).startswith(self.keeps):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        os.unlink(path)
+
+
+@pytest.mark.parametrize("kind", [NativeWriter, DCPWriter, HuggingFaceWriter])
+@pytest.mark.parametrize("ahead", [-7200, 7200])
+def test_the_age_of_a_lease_is_by_the_clock_of_the_store(
+    tmp_path: Path, kind: Any, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a host whose clock is hours ahead removes what a running save writes, nor keeps one that is behind it."""
+    here = time.time
+    monkeypatch.setattr(time, "time", lambda: here() + ahead)
+    state, system = {"w": torch.arange(5.0)}, WithoutLocks()
+    for name in (names := [LEASE, *([DATA] if kind is NativeWriter else [])]):
+        (tmp_path / name).touch()
+    save(state, storage_writer=kind(LocalStore(tmp_path, system)))
+    assert {path.name for path in tmp_path.iterdir()} >= set(names), "it runs on another host"
+    for name in names:
+        os.utime(tmp_path / name, (here() - 7200,) * 2)
+    save(state, storage_writer=kind(LocalStore(tmp_path, system)))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert not left & set(names) and not any("clock" in name or "lease" in name for name in left), left
+
+
+def test_a_file_whose_date_was_looked_at_does_not_stay(tmp_path: Path) -> None:
+    state, system = {"w": torch.arange(5.0)}, WithoutLocks()
+    (tmp_path / LEASE).touch()
+    system.keeps = "clock"
+    save(state, store=LocalStore(tmp_path, system))
+    (left,) = tmp_path.glob("clock*")
+    os.utime(left, (0, 0))
+    system.keeps = "-"
+    save(state, store=LocalStore(tmp_path, system))
+    assert not list(tmp_path.glob("clock*")) and (tmp_path / LEASE).exists()
+
+
+def test_a_file_system_without_dates_keeps_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terrazzo.checkpoint.stores.fsspec_store._TIMES", ())
+    store = FsspecStore("memory://leases/without/dates")
+    store.prepare()
+    store.put(LEASE, b"")
+    store.put(DATA, b"half")
+    save({"w": torch.arange(5.0)}, store=store)
+    assert {LEASE, DATA} <= {entry.key for entry in store.list()}, "whether that save has ended is not known"

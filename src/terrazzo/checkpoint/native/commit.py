@@ -20,7 +20,18 @@ from typing import Any
 
 from terrazzo.checkpoint.native.format import MANIFEST, lease_name, save_of
 from terrazzo.checkpoint.native.root import Root
-from terrazzo.checkpoint.stores.base import ABSENT, LARGEST, LOCK, TEMPORARY, Absent, Entry, Lease, Store, Version
+from terrazzo.checkpoint.stores.base import (
+    ABSENT,
+    CLOCK,
+    LARGEST,
+    LOCK,
+    TEMPORARY,
+    Absent,
+    Entry,
+    Lease,
+    Store,
+    Version,
+)
 from terrazzo.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -193,7 +204,7 @@ def _has_ended(store: Store, save_id: str, entries: Sequence[Entry]) -> bool:
 
 def temporary_of(entries: Iterable[Entry], names: Iterable[str]) -> list[Entry]:
     """The files under temporary names that are to replace files of these names, and the locks of these."""
-    pattern = re.compile(rf"\.?(?:{'|'.join(map(re.escape, names))})(?:\.[0-9a-f]{{12}}{TEMPORARY}|{LOCK})")
+    pattern = re.compile(rf"\.?(?:{'|'.join(map(re.escape, (*names, CLOCK)))})(?:\.[0-9a-f]{{12}}{TEMPORARY}|{LOCK})")
     return [entry for entry in entries if pattern.fullmatch(entry.key)]
 
 

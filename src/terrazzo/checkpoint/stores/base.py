@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import errno
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ LARGEST: Final = 2 << 30
 SMALL: Final = 100 << 20
 TEMPORARY: Final = ".tmp"  # suffix of files that are renamed when they are complete
 LOCK: Final = ".lock"
+CLOCK: Final = "clock"  # the name of temporary files of which only the date is wanted
 # A save that has not written for so long counts as ended, in stores without locks.
 LEASE_SECONDS: Final = 3600.0
 
@@ -298,6 +300,7 @@ class Store(abc.ABC):
 
     caps: Capabilities = Capabilities()
     lease_seconds: float = LEASE_SECONDS  # after which a lease expires, in stores without locks
+    _clocks: tuple[float, float] | None = None  # the store's time and this process's, at one moment
 
     @property
     @abc.abstractmethod
@@ -409,7 +412,28 @@ class Store(abc.ABC):
 
     def lease_ended(self, key: str, last_sign: float) -> bool:
         """Whether the process that held a lease is gone; `last_sign` is when a file of its save was last modified."""
-        return time.time() - last_sign > self.lease_seconds
+        return self.now() - last_sign > self.lease_seconds
+
+    def now(self) -> float:
+        """The time by the store's clock, from the date that it gives to a file. It is that of `Entry.modified`.
+
+        Where this process may not write, it cannot remove anything either, and this host's clock is good enough.
+        """
+        if self._clocks is None:
+            key = f"{CLOCK}.{uuid.uuid4().hex[:12]}{TEMPORARY}"  # if it stays, a later save removes it
+            try:
+                self.put(key, b"")
+                written = time.monotonic()
+                self._clocks = self.stat(key).modified, written
+            except (OSError, NotImplementedError) as error:
+                if not isinstance(error, PermissionError | NotImplementedError) and error.errno != errno.EROFS:
+                    raise
+                return time.time()
+            finally:
+                with suppress(OSError, NotImplementedError):
+                    self.delete([key])
+        there, here = self._clocks
+        return there + time.monotonic() - here
 
     def present(self, key: str) -> Absent | Version:
         """The version of a file that is there now."""

@@ -188,6 +188,9 @@ class FsspecStore(Store):
         modified = next((info[name] for name in _TIMES if name in info), 0)
         return Entry(key, info["size"], modified if isinstance(modified, (int, float)) else modified.timestamp())
 
+    def lease_ended(self, key: str, last_sign: float) -> bool:
+        return last_sign > 0 and super().lease_ended(key, last_sign)  # some file systems give no dates
+
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             try:

@@ -8,7 +8,7 @@ The reasons for each step:
   again: a reader gets the old root or the new one, and the new one is durable when `put` returns;
 - the root's version is compared and the root renamed under a lock, which the system releases if its holder dies;
 - a save holds a lock on its lease, so that the system knows whether the process is alive. If locks do not work (some
-  network file systems), leases expire by their age, and the root is compared without a lock;
+  network file systems), leases expire by their age by the file system's clock, and the root is compared without a lock;
 - the folders above a new checkpoint's folder are made durable, too, or the whole folder could be lost.
 """
 
@@ -298,7 +298,8 @@ class LocalStore(Store):
 
     def _stat(self, key: str) -> os.stat_result:
         try:
-            return os.stat(self._path / key)
+            found: os.stat_result = self._os.stat(self._path / key)
+            return found
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -349,7 +350,7 @@ class LocalStore(Store):
         if not isinstance(other, LocalStore):
             return None
         try:
-            os.link(other._path / key, self._path / name)
+            self._os.link(other._path / key, self._path / name)
         except FileExistsError:  # by another rank
             return name if os.path.samefile(other._path / key, self._path / name) else None
         except OSError:  # it is gone, or on another disk, or the file system has no hard links
@@ -374,7 +375,7 @@ class LocalStore(Store):
                 locked = self._try_lock(fd)
             finally:
                 self._os.close(fd)
-        return time.time() - last_sign > self.lease_seconds if locked is None else locked
+        return super().lease_ended(key, last_sign) if locked is None else locked
 
     def _open_to_lock(self, path: Path, create: int = 0) -> int | None:
         """Open a file that may be another user's or in a place that is only read; None if it may not be read either."""

@@ -73,6 +73,9 @@ class MemoryStore(Store):
             self._files[key] = bytearray(data), self._writes, time.time()
             return Version(str(self._writes))
 
+    def now(self) -> float:
+        return time.time()
+
     def list(self, prefix: str = "") -> list[Entry]:
         with self._lock:
             return [
