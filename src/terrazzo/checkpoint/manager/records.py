@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,6 +26,8 @@ LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 VALUE: Final = "checkpoint_manager"  # the name of the record among a checkpoint's values
 KEPT: Final = "kept.json"  # file in the run's folder with the reasons why each step is kept, for people
+_UNIT: Final = 3.0  # seconds, more than the unit of any store's dates
+_OLD: Final = 3600.0  # seconds, more than a host's clock is wrong
 RUN: Final = "run.id"  # file in the run's folder and in its local folders that identifies the run
 
 
@@ -95,15 +98,29 @@ class Unreadable:
     modified: float = math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A record, with its manifest; `is_final`: no manifest that replaces this one has the same date.
+
+    `first` is when the manifest was first seen, by this process's clock.
+    """
+
+    entry: Entry
+    first: float
+    record: Record
+    is_final: bool
+
+
 class Catalog:
     """The complete checkpoints of numbered steps in a run's folder.
 
-    Records are cached as long as their manifests do not change.
+    Records are cached as long as their manifests do not change. A manifest that replaces another one may have its size
+    and, within the unit of the store's dates, its date: so a new one is read again until it is older than that.
     """
 
     def __init__(self, root: Place) -> None:
         self.root = root
-        self._known: dict[int, tuple[Entry, Record]] = {}
+        self._known: dict[int, _Known] = {}
         self._told: set[str] = set()
 
     def store_of(self, step: int) -> Store:
@@ -159,17 +176,21 @@ class Catalog:
 
     def _record(self, step: int, entry: Entry) -> Record | None:
         known = self._known.get(step)
-        if known is None or known[0] != entry:
-            store = self.store_of(step)
-            try:
-                known = self._known[step] = entry, _read_record(store, step)
-            except FileNotFoundError as error:
-                if not store.exists(MANIFEST):  # it was just removed
-                    return None
-                raise CheckpointCorruptError(
-                    f"{store.location}: a file of the checkpoint is missing: {error}"
-                ) from error
-        return known[1]
+        if known is not None and known.entry != entry:
+            known = None
+        if known is not None and known.is_final:
+            return known.record
+        store, now = self.store_of(step), time.monotonic()
+        first = now if known is None else known.first
+        try:
+            record = _read_record(store, step)
+        except FileNotFoundError as error:
+            if not store.exists(MANIFEST):  # it was just removed
+                return None
+            raise CheckpointCorruptError(f"{store.location}: a file of the checkpoint is missing: {error}") from error
+        is_final = now - first > _UNIT or time.time() - entry.modified > _OLD
+        self._known[step] = _Known(entry, first, record, is_final)
+        return record
 
     def tell(self, text: str, why: object) -> None:
         """Log a warning, once."""
