@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The bytes of a unit's buffers on this rank, and the bytes that a rank sends in its collectives, on average."""
 
     shard: int = 0
@@ -24,6 +25,11 @@ class Sizes:
     reduce_moves: int = 0
     all_reduce_moves: int = 0
     in_place: bool = False  # whether a gather receives most bytes directly into the unsharded parameters
+
+    @staticmethod
+    def of(parts: Iterable[Sizes], in_place: bool) -> Sizes:
+        """The sizes of a unit that has these parts."""
+        return Sizes._make(map(sum, zip(*parts, strict=True)))._replace(in_place=in_place)
 
     @property
     def arriving(self) -> int:

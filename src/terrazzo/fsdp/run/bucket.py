@@ -28,6 +28,7 @@ from terrazzo.comm.pending import Pending
 from terrazzo.comm.sections import FIRST_TAG
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
+from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.memory import ReturnableMemory
 from terrazzo.fsdp.settings import Settings
 
@@ -111,29 +112,31 @@ class Bucket:
         alone = self.plan.n == 1 and self.compute_dtype is self.dtype
         return alone and self.settings.rest_device == self.settings.mesh.device
 
-    @property
-    def unsharded_bytes(self) -> int:
-        """The bytes of the unsharded parameters; 0 if they are the shards."""
-        return 0 if self.will_alias else self._layout()[1] * self.compute_dtype.itemsize
+    def sizes(self, in_place: bool, inner: Axis | None) -> Sizes:
+        """The bytes of the shards, of the unsharded parameters, and of a gather; `inner` is the axis over which a part
+        is kept."""
+        if self.will_alias:
+            return Sizes(shard=self.shard_bytes)
+        itemsize, how = self.compute_dtype.itemsize, self.in_place() if in_place else None
+        sent, gathered, moves = self._gather_sizes()
+        kept = None if inner is None else self.plan_over(inner, self.params)
+        return Sizes(
+            shard=self.shard_bytes,
+            sent=sent,
+            gathered=gathered if how is None else how.buffered * itemsize,
+            unsharded=self._layout()[1] * itemsize,
+            kept=0 if kept is None else kept.own_size * itemsize,
+            gather_moves=moves,
+            kept_moves=moves if kept is None else kept.moved(itemsize),
+        )
 
-    @property
-    def gathered_bytes(self) -> int:
-        """The bytes of a gather's buffer, until it is copied out."""
-        return 0 if self.will_alias else self.plan.total * self.compute_dtype.itemsize
-
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes of the copies of the shards that a gather makes to send them."""
-        if self.will_alias or self.plan.n == 1:
-            return 0
-        size = self.plan.own_size
-        moved = size * self.dtype.itemsize * (self.settings.rest_device != self.settings.mesh.device)
-        return moved + size * self.compute_dtype.itemsize * (self.compute_dtype is not self.dtype)
-
-    @property
-    def gather_moves(self) -> int:
-        """The bytes that a rank sends for one gather, on average."""
-        return self.plan_over(self.settings.mesh.shard, self.params).moved(self.compute_dtype.itemsize)
+    def _gather_sizes(self) -> tuple[int, int, int]:
+        """The bytes of the copies of the shards that a gather makes to send them, those of its buffer, and those that a
+        rank sends, on average."""
+        plan, itemsize = self.plan, self.compute_dtype.itemsize
+        moved = self.dtype.itemsize * (self.settings.rest_device != self.settings.mesh.device)
+        sent = 0 if plan.n == 1 else plan.own_size * (moved + itemsize * (self.compute_dtype is not self.dtype))
+        return sent, plan.total * itemsize, plan.moved(itemsize)
 
     def in_place(self) -> InPlace | None:
         """The plan for gathering directly into the unsharded parameters, if that is possible."""

@@ -69,18 +69,10 @@ class EncodedBucket(Bucket):
     def gather_plan(self) -> FlatPlan:
         return self._encoded.plan
 
-    @property
-    def gathered_bytes(self) -> int:
-        return self.gather_plan.total
-
-    @property
-    def sent_bytes(self) -> int:
+    def _gather_sizes(self) -> tuple[int, int, int]:
+        plan = self.gather_plan
         moved = self.shard_bytes * (self.settings.rest_device != self.settings.mesh.device)
-        return moved + 2 * self.gather_plan.own_size  # the parts, and the section of them
-
-    @property
-    def gather_moves(self) -> int:
-        return self.gather_plan.moved(1)
+        return moved + 2 * plan.own_size, plan.total, plan.moved(1)  # the parts, and the section of them
 
     def in_place(self) -> InPlace | None:
         return None

@@ -222,10 +222,6 @@ class ExtendedBucket(EncodedBucket):
     def will_alias(self) -> bool:
         return False
 
-    @property
-    def unsharded_bytes(self) -> int:
-        return sum(prod(param.shape) for param in self.params) * self.compute_dtype.itemsize
-
     # ------------------------------------------------------------------ epochs
 
     def _note_increments(self, written: list[int]) -> None:

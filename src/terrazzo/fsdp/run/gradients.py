@@ -31,6 +31,7 @@ from terrazzo.comm.in_place import InPlace
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.misuse import remark_on_graph
 from terrazzo.fsdp.parameter import ShardedParameter
+from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Comm, empty_to_reduce, ways_to_reduce
 from terrazzo.fsdp.run.division import Division, Ways, division_of
@@ -107,64 +108,29 @@ class Gradients:
         mesh = self.bucket.settings.mesh
         return mesh.shard.size == 1 and mesh.replicate is None and self.options.hook is None
 
-    @property
-    def reduce_bytes(self) -> int:
-        """The bytes that a rank sends for one reduce-scatter, on average."""
-        flat = self._flat_now()
+    def sizes(self) -> Sizes:
+        """The bytes of the gradients, and of their reduction."""
+        flat, bucket, mesh = self._flat_now(), self.bucket, self.bucket.settings.mesh
         if flat is None:
-            return 0
-        return flat.plan.moved(self.dtype.itemsize) if flat.encoded is None else flat.encoded.plan.moved(1)
-
-    @property
-    def all_reduce_bytes(self) -> int:
-        """The bytes that a rank sends to reduce over the replicas, on average."""
-        plan, replicate = self.plan(), self.bucket.settings.mesh.replicate
-        if plan is None or replicate is None:
-            return 0
-        return 2 * (replicate.size - 1) * plan.own_size * self.dtype.itemsize // replicate.size
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of the unsharded gradients."""
-        flat = self._flat_now()
-        return 0 if flat is None else sum(prod(p.shape) for p in flat.params) * self.bucket.compute_dtype.itemsize
-
-    @property
-    def packed_bytes(self) -> int:
-        """The bytes of the flat buffer."""
-        flat = self._flat_now()
-        if flat is None or self.alone:
-            return 0
-        return flat.plan.total * self.dtype.itemsize if flat.encoded is None else flat.encoded.plan.total
-
-    @property
-    def reduced_bytes(self) -> int:
-        """The bytes of the reduction's result."""
-        flat = self._flat_now()
-        if flat is None or self.alone:
-            return 0
-        received = 0 if flat.encoded is None else flat.encoded.plan.total
-        return received + flat.plan.own_size * self.dtype.itemsize
-
-    @property
-    def accumulated_bytes(self) -> int:
-        """The bytes of gradients that wait for a reduction; 0 if they stay what backward has made."""
-        return (
-            0
-            if self.dtype is self.bucket.compute_dtype
-            else self.bytes // self.bucket.compute_dtype.itemsize * self.dtype.itemsize
+            return Sizes()
+        elements, itemsize = sum(prod(p.shape) for p in flat.params), self.dtype.itemsize
+        made = Sizes(
+            gradients=elements * bucket.compute_dtype.itemsize,
+            accumulated=0 if self.dtype is bucket.compute_dtype else elements * itemsize,
         )
-
-    @property
-    def result_bytes(self) -> int:
-        """The bytes that dividing and converting the reduction's result takes."""
-        plan = self.plan()
-        if plan is None or self.alone:
-            return 0
-        like = torch.empty(0, dtype=self.dtype, device=self.bucket.settings.mesh.device)
-        divided = self.dtype.itemsize * (self._division_of(like, plan).after is not None)
-        converted = self.bucket.dtype.itemsize * (self.bucket.dtype is not self.dtype)
-        return (plan.own_size - plan.extra) * (divided + converted)
+        if self.alone:
+            return made
+        plan, sent, replicate = flat.plan, flat.encoded, mesh.replicate
+        section = plan.own_size * itemsize
+        divided = self._division_of(torch.empty(0, dtype=self.dtype, device=mesh.device), plan).after is not None
+        converted = bucket.dtype is not self.dtype
+        return made._replace(
+            packed=plan.total * itemsize if sent is None else sent.plan.total,
+            reduced=section if sent is None else section + sent.plan.total,
+            result=(plan.own_size - plan.extra) * (itemsize * divided + bucket.dtype.itemsize * converted),
+            reduce_moves=plan.moved(itemsize) if sent is None else sent.plan.moved(1),
+            all_reduce_moves=0 if replicate is None else 2 * (replicate.size - 1) * section // replicate.size,
+        )
 
     def plan(self) -> FlatPlan | None:
         """The flat plan of the next reduction; None if all parameters are frozen, and none has gradients to reduce."""

@@ -116,14 +116,4 @@ class Kept:
         return [name for name, local in found if local is not None and local.grad is not None]
 
 
-def kept_bytes(bucket: Bucket, inner: InnerMesh) -> int:
-    """The bytes of the kept part."""
-    return bucket.plan_over(inner.axis, bucket.params).own_size * bucket.compute_dtype.itemsize
-
-
-def kept_moves(bucket: Bucket, inner: InnerMesh) -> int:
-    """The bytes that a rank sends to gather it, on average."""
-    return bucket.plan_over(inner.axis, bucket.params).moved(bucket.compute_dtype.itemsize)
-
-
-__all__ = ["Kept", "kept_bytes", "kept_moves"]
+__all__ = ["Kept"]

@@ -30,7 +30,7 @@ from terrazzo.fsdp.run.comm import Collectives, Comm
 from terrazzo.fsdp.run.encoded import bucket_of
 from terrazzo.fsdp.run.extended import ExtendedBucket, is_extended
 from terrazzo.fsdp.run.gradients import Gradients
-from terrazzo.fsdp.run.kept import Kept, kept_bytes, kept_moves
+from terrazzo.fsdp.run.kept import Kept
 from terrazzo.fsdp.run.registration import Registration, Shown
 from terrazzo.fsdp.settings import Settings
 from terrazzo.tensor import DTensor
@@ -155,27 +155,9 @@ class Unit:
 
     def sizes(self) -> Sizes:
         """The sizes for the planner and for reports."""
-        in_place = self.in_place
-        return Sizes(
-            in_place=in_place,
-            shard=sum(bucket.shard_bytes for bucket in self.buckets),
-            sent=sum(bucket.sent_bytes for bucket in self.buckets),
-            gathered=sum(_buffer_of(bucket, in_place) for bucket in self.buckets),
-            unsharded=sum(bucket.unsharded_bytes for bucket in self.buckets),
-            kept=sum(kept_bytes(bucket, inner) for bucket, inner in self._inner_of_buckets() if inner is not None),
-            gradients=sum(gradients.bytes for gradients in self.gradients),
-            accumulated=sum(gradients.accumulated_bytes for gradients in self.gradients),
-            packed=sum(gradients.packed_bytes for gradients in self.gradients),
-            reduced=sum(gradients.reduced_bytes for gradients in self.gradients),
-            result=sum(gradients.result_bytes for gradients in self.gradients),
-            gather_moves=sum(bucket.gather_moves for bucket in self.buckets),
-            kept_moves=sum(
-                bucket.gather_moves if inner is None else kept_moves(bucket, inner)
-                for bucket, inner in self._inner_of_buckets()
-            ),
-            reduce_moves=sum(gradients.reduce_bytes for gradients in self.gradients),
-            all_reduce_moves=sum(gradients.all_reduce_bytes for gradients in self.gradients),
-        )
+        in_place, inner = self.in_place, self._inner_of_buckets()
+        parts = [bucket.sizes(in_place, None if mesh is None else mesh.axis) for bucket, mesh in inner]
+        return Sizes.of([*parts, *(gradients.sizes() for gradients in self.gradients)], in_place)
 
     def _inner_of_buckets(self) -> list[tuple[Bucket, InnerMesh | None]]:
         return [(bucket, self.inner.get(bucket.settings.mesh)) for bucket in self.buckets]
@@ -542,9 +524,3 @@ class Unit:
                     also_if_one_raises.callback(each.abandon, set(self.params))
                 also_if_one_raises.callback(each.discard)
             also_if_one_raises.callback(self.discard)
-
-
-def _buffer_of(bucket: Bucket, in_place: bool) -> int:
-    """The bytes of a gather's buffer."""
-    how = bucket.in_place() if in_place else None
-    return bucket.gathered_bytes if how is None else how.buffered * bucket.compute_dtype.itemsize
