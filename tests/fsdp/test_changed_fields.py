@@ -22,7 +22,6 @@ MOST = {
     "Group": 6,
     "Hooks": 4,  # what classes return; an object for each parameter
     "Kept": 1,
-    "Options": 1,
     "ReturnableMemory": 1,
     "Root": 10,
     "ShardedParameter": 6,
@@ -79,7 +78,7 @@ def test_few_fields_are_changed_after_construction():
     found = changed_fields(Path(terrazzo.fsdp.__file__).parent)
     more = {name: names for name, names in found.items() if len(names) > MOST.get(name, 0)}
     assert not more, "what can be a value, should be"
-    assert sum(map(len, found.values())) <= sum(MOST.values()) == 78
+    assert sum(map(len, found.values())) <= sum(MOST.values()) == 77
 
 
 def test_what_counts(tmp_path):

@@ -20,12 +20,12 @@ from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, report, share_comm_ctx
 from terrazzo.fsdp.group import group_of
-from terrazzo.fsdp.module import _pad
+from terrazzo.fsdp.module import _stage
 from terrazzo.fsdp.plan.check import check
 from terrazzo.fsdp.plan.operations import Kind
 from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.run.root import root_of
-from terrazzo.fsdp.run.staging import GroupMemory, use_staging
+from terrazzo.fsdp.run.staging import GroupMemory
 from terrazzo.tensor import DTensor, distribute_tensor
 
 pytestmark = pytest.mark.on_late
@@ -152,8 +152,7 @@ def check_staging() -> None:
     def shard(model: Any) -> None:
         shard_blocks(model)
         for module in (model, *model.blocks):
-            use_staging(group_of(module), Counting())
-            _pad(group_of(module))
+            _stage(group_of(module), Counting())
 
     Counting.given = []
     train_alike(shard, steps=3)

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from terrazzo.fsdp.meshes import DataMesh, InnerMesh
 from terrazzo.fsdp.misuse import remark_on_one_rank
 from terrazzo.fsdp.parameter import ShardedParameter
+from terrazzo.fsdp.plan.units import Switches
 from terrazzo.fsdp.settings import Options, Settings
 
 ATTRIBUTE = "_terrazzo_fsdp_group"
@@ -33,8 +34,6 @@ class Group:
         self.modules = tuple(modules)
         self.params = tuple(params)
         self.settings = settings
-        # gloo takes the processor's time for a reduction, so on CPU the next backward had better not wait for it.
-        self.options = Options(reduce_buffers=2 if settings.mesh.device.type == "cpu" else 1)
         self.name = ""
         self.number = 0  # among the groups of one process group, which its ranks make in the same order
         shared = settings.mesh.shard.group
@@ -43,22 +42,20 @@ class Group:
         self.unit: Any = None  # the `Unit` that gathers and reduces it
         self.root: Any = None  # the `Root` of the model, once the outermost module is known
         self.apart = False  # whether it always has a unit of its own, because the user has unsharded it
-        # Set by the user.
-        self.auto_reshard = reshard_after_forward is None  # then the root is not resharded
-        self.reshard_after_forward = reshard_after_forward is None or bool(reshard_after_forward)
         self.inner: dict[DataMesh, InnerMesh] = {}  # smaller meshes of `reshard_after_forward=N`
         if type(reshard_after_forward) is int:
             found = {mesh: InnerMesh.of(mesh, reshard_after_forward) for mesh in self.meshes}
             self.inner = {mesh: inner for mesh, inner in found.items() if inner is not None}
             if reshard_after_forward == 1:
                 remark_on_one_rank()
-                self.reshard_after_forward = False
-        self.reshard_inner = bool(self.inner)
-        self.reshard_after_backward = True
-        self.gradient_sync = True
-        self.unshard_in_backward = True
-        self.forward_prefetch: list[Group] | None = None
-        self.backward_prefetch: list[Group] | None = None
+                reshard_after_forward = False
+        automatic = reshard_after_forward is None
+        self.switches = Switches(
+            reshard_after_forward=automatic or bool(reshard_after_forward), reshard_inner=bool(self.inner)
+        )
+        # gloo takes the processor's time for a reduction, so on CPU the next backward had better not wait for it.
+        on_cpu = settings.mesh.device.type == "cpu"
+        self.options = Options(reduce_buffers=2 if on_cpu else 1, auto_reshard=automatic)
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
 
@@ -70,16 +67,6 @@ class Group:
     def meshes(self) -> list[DataMesh]:
         """The meshes on which its parameters are sharded."""
         return list(dict.fromkeys([self.settings.mesh, *(param.mesh for param in self.params)]))
-
-    def switches(self) -> tuple[bool, ...]:
-        """The settings that are often changed, and on which no size depends."""
-        return (
-            self.reshard_after_forward,
-            self.reshard_inner,
-            self.reshard_after_backward,
-            self.gradient_sync,
-            self.options.all_reduce,
-        )
 
     def holders(self) -> list[nn.Module]:
         """The modules in which parameters of the group are registered."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import WeakKeyDictionary
@@ -18,8 +19,8 @@ from terrazzo.fsdp.plan.state import Event
 from terrazzo.fsdp.run.forming import part
 from terrazzo.fsdp.run.hooks import after_forward, before_forward, forward_failed
 from terrazzo.fsdp.run.root import root_of
-from terrazzo.fsdp.run.staging import GroupMemory, SymmetricMemory, use_staging
-from terrazzo.fsdp.settings import AllGather, ReduceScatter
+from terrazzo.fsdp.run.staging import GroupMemory, SymmetricMemory, refuse_own
+from terrazzo.fsdp.settings import AllGather, ReduceScatter, Staging
 
 if TYPE_CHECKING:
     _Module = nn.Module  # for type checkers: a sharded module is a module, too
@@ -122,8 +123,8 @@ class FSDPModule(_Module):
         if not isinstance(reshard_after_forward, bool):
             raise FSDPValueError(f"reshard_after_forward must be True or False here, not {reshard_after_forward!r}")
         for group in _groups(self, recurse):
-            group.auto_reshard = False
-            _switch(group, group, reshard_after_forward=reshard_after_forward, reshard_inner=False)
+            _set(group, auto_reshard=False)
+            _switch(group, reshard_after_forward=reshard_after_forward, reshard_inner=False)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether to reshard after backward.
@@ -132,27 +133,24 @@ class FSDPModule(_Module):
         gradients are accumulated. When an optimizer has changed the shards, the next forward gathers again.
         """
         for group in _groups(self, recurse):
-            _switch(group, group, reshard_after_backward=reshard_after_backward)
+            _switch(group, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward gathers the parameters. An embedding's backward, for instance, does not need them."""
-        group = _group(self)
-        _set(group, group, unshard_in_backward=unshard_in_backward)
+        _switch(_group(self), unshard_in_backward=unshard_in_backward)
 
     # ------------------------------------------------------------------ prefetching
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Set the modules whose gathers start, in forward, when this module's parameters are unsharded."""
-        group = _group(self)
-        _set(group, group, forward_prefetch=_prefetched(modules, "set_modules_to_forward_prefetch"))
+        _set(_group(self), forward_prefetch=_prefetched(modules, "set_modules_to_forward_prefetch"))
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Set the modules whose gathers start, in backward, when this module's parameters are unsharded.
 
         By default that is the module whose forward ended just before this one's.
         """
-        group = _group(self)
-        _set(group, group, backward_prefetch=_prefetched(modules, "set_modules_to_backward_prefetch"))
+        _set(_group(self), backward_prefetch=_prefetched(modules, "set_modules_to_backward_prefetch"))
 
     def set_coalesce_bytes(self, nbytes: int) -> None:
         """Set the most bytes of parameters of small groups in a row, with equal settings, that share messages.
@@ -178,12 +176,12 @@ class FSDPModule(_Module):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients. If not, each rank accumulates its unsharded gradients."""
         for group in _groups(self, recurse):
-            _switch(group, group, gradient_sync=requires_gradient_sync)
+            _switch(group, gradient_sync=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients over the replicas of HSDP; if not, each accumulates its own."""
         for group in _groups(self, recurse):
-            _switch(group, group.options, all_reduce=requires_all_reduce)
+            _switch(group, all_reduce=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Change nothing: parameters without a gradient on this rank are always reduced, with zeros from this rank.
@@ -204,7 +202,7 @@ class FSDPModule(_Module):
         if max_input_buffers < 1:
             raise FSDPValueError(f"max_input_buffers must be 1 or more, not {max_input_buffers}")
         for group in _groups(self, recurse):
-            _set(group, group.options, reduce_buffers=max_input_buffers)
+            _set(group, reduce_buffers=max_input_buffers)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Set a hook that is called with each flat reduced gradient of this group, before it becomes `.grad`.
@@ -215,15 +213,13 @@ class FSDPModule(_Module):
             hook: Called as `hook(reduced)`.
             stream: The stream of the accelerator on which the hook runs; ignored with HSDP.
         """
-        group = _group(self)
-        _set(group, group.options, hook=hook, hook_stream=stream)
+        _set(_group(self), hook=hook, hook_stream=stream)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Set the factor by which the sum of the ranks' gradients is divided, instead of the number of ranks."""
         if not factor > 0:
             raise FSDPValueError(f"the divide factor must be positive, not {factor}")
-        group = _group(self)
-        _set(group, group.options, divisor=float(factor))
+        _set(_group(self), divisor=float(factor))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """The same as `set_reduce_scatter_divide_factor`."""
@@ -260,7 +256,7 @@ class FSDPModule(_Module):
                 input_tensor=, group=, async_op=)`. Inputs have the same size on all ranks.
         """
         group = _group(self)
-        if _set(group, group.options, all_gather=comm):
+        if _set(group, all_gather=comm):
             _pad(group)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
@@ -276,13 +272,12 @@ class FSDPModule(_Module):
                 f"{group.settings.reduce_codec} of the group's policy sends what it encodes by an all-to-all: use a "
                 "policy without reduce_codec, or no custom reduce-scatter"
             )
-        if _set(group, group.options, reduce_scatter=comm):
+        if _set(group, reduce_scatter=comm):
             _pad(group)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Set whether custom reductions are called with `ReduceOp.SUM` only; results are then divided afterwards."""
-        group = _group(self)
-        _set(group, group.options, force_sum=enable)
+        _set(_group(self), force_sum=enable)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set whether gradients are reduced by a process group of their own, so that gathers do not wait for them.
@@ -292,18 +287,16 @@ class FSDPModule(_Module):
         for group in _groups(self, recurse):
             axes = [mesh.shard for mesh in group.meshes] if enable else []
             if set(group.options.reduce_axes) != set(axes):
-                _set(group, group.options, reduce_axes={axis: axis_beside(axis) for axis in axes})
+                _set(group, reduce_axes={axis: axis_beside(axis) for axis in axes})
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether buffers of gathers and reductions are allocated by the process group's backend, if it can.
 
         NCCL sends from such memory without copies. Not possible with custom communication, which allocates by itself.
         """
-        group, memory = _changing(self), GroupMemory()
+        group, memory = _group(self), GroupMemory()
         serves = any(memory.serves(mesh.shard, mesh.device) for mesh in group.meshes)
-        use_staging(group, memory if enable and serves else None)
-        if enable and serves:
-            _pad(group)
+        _stage(group, memory if enable and serves else None)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Use symmetric memory (CUDA) for gathers, which NCCL's fastest all-gathers need.
@@ -311,9 +304,8 @@ class FSDPModule(_Module):
         Also for reductions if `set_force_sum_reduction_for_comms(True)` was called before: there NCCL can only sum.
         Not possible with custom communication. All ranks that shard must call it together.
         """
-        group = _changing(self)
-        use_staging(group, SymmetricMemory(group.meshes, backend))
-        _pad(group)
+        group = _group(self)
+        _stage(group, SymmetricMemory(group.meshes, backend))
 
     # ------------------------------------------------------------------ nn.Module
 
@@ -416,14 +408,6 @@ def _groups(module: Any, recurse: bool) -> list[Group]:
     return list(dict.fromkeys(group for group in groups if group is not None))
 
 
-def _changing(module: Any) -> Group:
-    """The module's group, after telling its root that a setting changes."""
-    group = _group(module)
-    if group.root is not None:
-        group.root.changed()
-    return group
-
-
 def _pad(group: Group) -> None:
     """Pad sections to equal length, as custom communication expects."""
     if group.root is not None:
@@ -448,30 +432,38 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
         root.share_streams_of(roots[0])
 
 
-def _set(group: Group, owner: Any, **settings: Any) -> bool:
-    """Set attributes of the group or of its options; returns whether one changes. Only then plans are made again:
-    programs set some for every micro-batch."""
-    changed = _change(owner, settings)
-    if changed and group.root is not None:
-        group.root.changed()
-    return changed
-
-
-def _switch(group: Group, owner: Any, **settings: bool) -> None:
-    """`_set` for a group's `switches`."""
-    if _change(owner, settings) and group.root is not None:
-        group.root.switched()
-
-
-def _change(owner: Any, settings: dict[str, Any]) -> bool:
-    if all(getattr(owner, name) == value for name, value in settings.items()):
+def _set(group: Group, **options: Any) -> bool:
+    """Set options of the group; returns whether one changes. Only then plans are made again: programs set some for
+    every micro-batch."""
+    if not _differs(group.options, options):
         return False
-    for name, value in settings.items():
-        setattr(owner, name, value)
+    group.options = replace(group.options, **options)
+    if group.root is not None:
+        group.root.changed()
     return True
 
 
-def _prefetched(modules: Iterable[Any], method: str) -> list[Group]:
+def _switch(group: Group, **switches: bool) -> None:
+    """`_set` for switches."""
+    if _differs(group.switches, switches):
+        group.switches = replace(group.switches, **switches)
+        if group.root is not None:
+            group.root.switched()
+
+
+def _differs(value: Any, settings: dict[str, Any]) -> bool:
+    return any(getattr(value, name) != setting for name, setting in settings.items())
+
+
+def _stage(group: Group, staging: Staging | None) -> None:
+    """Communicate in this memory."""
+    refuse_own(group.options)
+    _set(group, staging=staging)
+    if staging is not None:
+        _pad(group)
+
+
+def _prefetched(modules: Iterable[Any], method: str) -> tuple[Group, ...]:
     result = []
     for module in modules:
         group = group_of(module) if isinstance(module, nn.Module) else None
@@ -480,7 +472,7 @@ def _prefetched(modules: Iterable[Any], method: str) -> list[Group]:
                 f"{method} expected modules that fully_shard was called on, not {type(module).__name__}"
             )
         result.append(group)
-    return result
+    return tuple(result)
 
 
 __all__ = [

@@ -103,12 +103,14 @@ class Staging(Protocol):
         """Called before the buffer is communicated."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Options:
-    """The settings of a group's communication."""
+    """The settings of a group that users change, without its switches."""
 
     reduce_buffers: int  # buffers of packed gradients that may be in reduction when the next is packed
-    all_reduce: bool = True  # over the replicas of HSDP
+    auto_reshard: bool = False  # whether only the root is not resharded after forward
+    forward_prefetch: tuple[Any, ...] | None = None  # groups
+    backward_prefetch: tuple[Any, ...] | None = None
     divisor: float | None = None  # None: the number of ranks
     hook: AllReduceHook | None = None
     hook_stream: Any = None

@@ -37,8 +37,20 @@ class Sizes(NamedTuple):
         return self.gathered + self.unsharded * self.in_place
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switches:
+    """Settings on which no size depends. Programs turn some of them for every micro-batch."""
+
+    reshard_after_forward: bool = True
+    reshard_inner: bool = False  # whether to reshard to a smaller mesh
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    gradient_sync: bool = True
+    all_reduce: bool = True  # over the replicas of HSDP
+
+
 @dataclass(frozen=True, slots=True)
-class UnitSpec:
+class UnitSpec(Switches):
     """Groups whose parameters are gathered and reduced in one message for each dtype."""
 
     name: str
@@ -48,13 +60,7 @@ class UnitSpec:
     aliased: bool = False  # whether the unsharded parameters are the shards
     alone: bool = False  # whether no other rank reduces with this one
     replicated: bool = False  # whether gradients are also reduced over replicas
-    reshard_after_forward: bool = True
-    reshard_inner: bool = False  # whether to reshard to a smaller mesh
-    keeps_part: bool = False  # whether only some parameters are kept there; the others are gathered from the shards
-    reshard_after_backward: bool = True
-    unshard_in_backward: bool = True
-    gradient_sync: bool = True
-    all_reduce: bool = True
+    keeps_part: bool = False  # whether only some are kept over the smaller mesh; others are gathered from the shards
     forward_prefetch: tuple[int, ...] | None = None  # units; None: those that follow in the last forward
     backward_prefetch: tuple[int, ...] | None = None
     reduce_buffers: int = 1  # buffers of packed gradients that may be in reduction when its own are packed

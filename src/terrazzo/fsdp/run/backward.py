@@ -108,7 +108,7 @@ class Backward:
 
     def _waits_for_replicas(self, unit: Unit) -> bool:
         """Whether a unit has gradients from an earlier backward that must be reduced over the replicas now."""
-        if not (self._root.has_replicas and unit.options.all_reduce and unit.has_partial()):
+        if not (self._root.has_replicas and unit.groups[0].switches.all_reduce and unit.has_partial()):
             return False
         return not any(unit.index == one.unit for one in self._root.state.reducing)
 

@@ -14,6 +14,7 @@ from terrazzo.comm.collectives import all_reduce_start
 from terrazzo.comm.flat import FlatPlan
 from terrazzo.comm.pending import Pending
 from terrazzo.comm.sections import start_gather, start_reduce
+from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.run.division import Ways
 from terrazzo.fsdp.settings import Options, Staging
 
@@ -37,11 +38,12 @@ class OwnComm:
     """The user's custom collectives, and collectives in special memory; for the others `usual`. Sections have equal
     length."""
 
-    def __init__(self, usual: Comm, options: Options) -> None:
-        self._usual, self._options = usual, options
+    def __init__(self, usual: Comm, group: Group) -> None:
+        self._usual, self._group = usual, group
 
     def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int) -> Pending[Tensor]:
-        own, staging = self._options.all_gather, staging_for(self._options, axis, part.device)
+        options = self._group.options
+        own, staging = options.all_gather, staging_for(options, axis, part.device)
         if axis.group is None or (own is None and staging is None):
             return self._usual.gather(part, plan, axis, tag)
         if observe.observers:
@@ -62,7 +64,7 @@ class OwnComm:
     def reduce(
         self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str | wire.ScaledSum, tag: int
     ) -> Pending[Tensor]:
-        options = self._options
+        options = self._group.options
         own, staging = options.reduce_scatter, staging_for(options, axis, sections.device, reduces=True)
         if axis.group is None or (own is None and staging is None):
             return self._usual.reduce(sections, plan, axis, op, tag)

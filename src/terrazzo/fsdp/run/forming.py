@@ -23,7 +23,7 @@ def join(top: Group) -> None:
     if any(group.root is not None for group in groups):  # they have run, and somebody may refer to their shards
         return
     known = set(groups)
-    if top.auto_reshard:  # unless it comes into another module, it is not freed after forward
+    if top.options.auto_reshard:  # unless it comes into another module, it is not freed after forward
         known.remove(top)
     form(runs_of([group for group in groups if known.issuperset(group.unit.groups)], COALESCE_BYTES))
 
@@ -81,9 +81,8 @@ def _kin_of(group: Group) -> tuple[object, ...] | None:
         return None
     # By process group, because every mesh["dp"] is a new mesh object.
     axes = [(axis.ranks, id(axis.group)) for axis in (mesh.shard, mesh.replicate) if axis is not None]
-    reduced = (mesh.sums_already, options.divisor, options.force_sum, options.reduce_buffers, options.all_reduce)
-    kept = (group.reshard_after_forward, group.reshard_after_backward, group.unshard_in_backward, group.gradient_sync)
-    return (*axes, *reduced, *kept, settings.precision, settings.offload)
+    reduced = (mesh.sums_already, options.divisor, options.force_sum, options.reduce_buffers)
+    return (*axes, *reduced, group.switches, settings.precision, settings.offload)
 
 
 def _bytes_of(group: Group) -> int:

@@ -29,6 +29,7 @@ from terrazzo.comm.encoded import Encoded
 from terrazzo.comm.flat import ALIGNMENT, FlatPlan
 from terrazzo.comm.in_place import InPlace
 from terrazzo.comm.pending import Pending
+from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.misuse import remark_on_graph
 from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.plan.units import Sizes
@@ -79,9 +80,9 @@ class _Running(NamedTuple):
 class Gradients:
     """The gradients of one bucket, from backward to the sharded parameters."""
 
-    def __init__(self, bucket: Bucket, options: Options) -> None:
+    def __init__(self, bucket: Bucket, group: Group) -> None:
         self.bucket = bucket
-        self.options = options
+        self._group = group  # or one of several with equal options
         self._flats: dict[tuple[ShardedParameter, ...], _Flat] = {}  # of reductions, by the parameters with room
         self._running: _Running | None = None
         self._accumulated: dict[ShardedParameter, Tensor] = {}  # sums in the reduce dtype that are not reduced yet
@@ -96,6 +97,10 @@ class Gradients:
             self._flat_now()  # so that what cannot be encoded raises at once
 
     # ------------------------------------------------------------------ sizes
+
+    @property
+    def options(self) -> Options:
+        return self._group.options
 
     @property
     def dtype(self) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -23,7 +23,7 @@ from terrazzo.fsdp.plan.course import Course, Spot, any_open
 from terrazzo.fsdp.plan.operations import Stream
 from terrazzo.fsdp.plan.state import Event, State, Where
 from terrazzo.fsdp.plan.step import Events
-from terrazzo.fsdp.plan.units import Spec, UnitSpec
+from terrazzo.fsdp.plan.units import Spec, Switches, UnitSpec
 from terrazzo.fsdp.run import forming
 from terrazzo.fsdp.run.backward import Backward
 from terrazzo.fsdp.run.comm import Collectives, OwnComm
@@ -87,7 +87,7 @@ class Root:
         self._backward_ended = False
         # The order of units in the last forward of each outermost module.
         self._orders: dict[int, tuple[int, ...]] = {}
-        self._specs: dict[tuple[tuple[bool, ...], ...], Spec] = {}  # by the groups' switches, since sizes last changed
+        self._specs: dict[tuple[Switches, ...], Spec] = {}  # by the groups' switches, since sizes last changed
         self._stale = True  # whether plans must be made from another `spec`
         self._passing: deque[tuple[Any, ...]] = deque(maxlen=_MOST_EVENTS)  # events since the last forward began
         self.passes: dict[int, Events] = {}  # by outermost module, the events of its last forward with a backward
@@ -105,7 +105,7 @@ class Root:
         for unit, now in units.items():
             index = numbers[unit.groups[0]]
             where[index] = now
-            unit.belong_to(self._number, index, OwnComm(self._comm, unit.options), self.streams is not None)
+            unit.belong_to(self._number, index, OwnComm(self._comm, unit.groups[0]), self.streams is not None)
         self.units = list(units)
         self.executor.use(self.units, replace(state, where=tuple(where)), self.streams)
 
@@ -189,7 +189,7 @@ class Root:
         """`spec`, made once for these switches: programs turn some of them in every step."""
         if len(self._specs) >= _MOST_SPECS:
             self._specs.clear()
-        key = tuple([unit.groups[0].switches() for unit in self.units])
+        key = tuple([unit.groups[0].switches for unit in self.units])
         found = self._specs.get(key)
         if found is None:
             found = self._specs[key] = self.spec()
@@ -213,17 +213,12 @@ class Root:
             aliased=unit.aliased,
             alone=unit.alone,
             replicated=unit.replicated,
-            reshard_after_forward=group.reshard_after_forward,
-            reshard_inner=group.reshard_inner,
             keeps_part=bool(group.inner) and any(b.settings.mesh not in group.inner for b in unit.buckets),
-            reshard_after_backward=group.reshard_after_backward,
-            unshard_in_backward=group.unshard_in_backward,
-            gradient_sync=group.gradient_sync,
-            all_reduce=group.options.all_reduce,
-            forward_prefetch=_units_of([each.forward_prefetch for each in unit.groups]),
-            backward_prefetch=_units_of([each.backward_prefetch for each in unit.groups]),
+            forward_prefetch=_units_of([each.options.forward_prefetch for each in unit.groups]),
+            backward_prefetch=_units_of([each.options.backward_prefetch for each in unit.groups]),
             reduce_buffers=group.options.reduce_buffers,
             groups=tuple([i for i, each in enumerate(self.groups) if each.unit is unit]),
+            **asdict(group.switches),
         )
 
     @property
@@ -331,7 +326,7 @@ class Root:
         for unit in self.units:
             if where[unit.index] is Where.UNSHARDED:
                 unit.save_writes()
-            if unit.groups[0].gradient_sync and self.is_last_backward and not unit.waiting:
+            if unit.groups[0].switches.gradient_sync and self.is_last_backward and not unit.waiting:
                 remark_on_unsharded_gradients([p.name for p in unit.with_own_gradients() if id(p.sharded) in ids])
 
     def after_step(self, ids: Set[int]) -> None:
@@ -506,7 +501,7 @@ class Root:
                 self._resize()
 
 
-def _units_of(groups: Sequence[list[Group] | None]) -> tuple[int, ...] | None:
+def _units_of(groups: Sequence[tuple[Group, ...] | None]) -> tuple[int, ...] | None:
     """The units of all these groups; None if there are no lists."""
     known = [each for each in groups if each is not None]
     return tuple(dict.fromkeys(group.unit.index for each in known for group in each)) if known else None
@@ -559,8 +554,8 @@ def _become_root(group: Group) -> Root:
         former.give_up()
     for each in members:
         each.root = root
-        if each.auto_reshard:  # backward would gather the root's parameters again at once
-            each.reshard_after_forward = each not in tops
+        if each.options.auto_reshard:  # backward would gather the root's parameters again at once
+            each.switches = replace(each.switches, reshard_after_forward=each not in tops)
     holding = [each for each in own if each.params]
     if len(holding) == 1 and holding[0].settings.mesh.size > 1:
         remark_on_single_group(module, holding[0].unit.sizes().unsharded)

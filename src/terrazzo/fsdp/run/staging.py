@@ -12,9 +12,8 @@ from terrazzo._torch import symmetric
 from terrazzo._torch.groups import allocates, empty_from
 from terrazzo.comm.axis import Axis
 from terrazzo.errors import FSDPError, FSDPValueError
-from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.meshes import DataMesh
-from terrazzo.fsdp.settings import Options, Staging
+from terrazzo.fsdp.settings import Options
 
 
 class GroupMemory:
@@ -65,9 +64,8 @@ class SymmetricMemory:
         symmetric.rendezvous(tensor, axis.group.group_name)
 
 
-def use_staging(group: Group, staging: Staging | None) -> None:
-    """Use this memory for a group's communication."""
-    options = group.options
+def refuse_own(options: Options) -> None:
+    """Raise if users communicate in their own way, for which there is no special memory."""
     own = [
         name
         for name, comm in (
@@ -81,4 +79,3 @@ def use_staging(group: Group, staging: Staging | None) -> None:
             f"{own[0]} was called on this module, so its communication allocates by itself: allocate the special "
             "memory there"
         )
-    options.staging = staging

@@ -53,7 +53,7 @@ class Unit:
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = tuple(groups)
         first = groups[0]
-        self.settings, self.options, self.inner = first.settings, first.options, first.inner
+        self.settings, self.inner = first.settings, first.inner
         self.modules = tuple(module for group in groups for module in group.modules)
         self.params = tuple(param for group in groups for param in group.params)
         self.name = first.name  # for messages, when it has a root
@@ -92,7 +92,7 @@ class Unit:
                     f"parameter {members[0].name!r} is a {type(members[0].sharded._local).__name__}, which cannot be "
                     "kept over some of the ranks: use reshard_after_forward=True or False"
                 )
-        self.gradients = tuple(Gradients(bucket, self.options) for bucket in self.buckets)
+        self.gradients = tuple(Gradients(bucket, self.groups[0]) for bucket in self.buckets)
         for gradients in self.gradients:
             gradients.take_over(former)
         self._set_tags()
@@ -150,7 +150,7 @@ class Unit:
     @property
     def in_place(self) -> bool:
         """Whether it is gathered directly into the unsharded parameters."""
-        usual = bool(self.buckets) and self.options.usual
+        usual = bool(self.buckets) and self.groups[0].options.usual
         return usual and all(bucket.in_place() is not None for bucket in self.buckets)
 
     def sizes(self) -> Sizes:
