@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -18,8 +18,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 GraphCompiler = Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
-
-_programs: WeakKeyDictionary[Any, Program] = WeakKeyDictionary()
 
 
 @overload
@@ -77,7 +75,7 @@ def compile(
     if hasattr(target, "__name__"):
         functools.update_wrapper(compiled, target)
     stay_eager(compiled)
-    _programs[compiled] = program
+    compiled._program = program  # type: ignore[attr-defined]
     return compiled
 
 
@@ -86,6 +84,9 @@ def compile(
 
 class CompiledModule:
     """The first base class of a compiled module's class, before the module's own class."""
+
+    __slots__ = ("_program",)  # beside `__dict__`, which is the module's own
+    _program: Program
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, as a graph."""
@@ -98,7 +99,7 @@ class CompiledModule:
 
 stay_eager(CompiledModule.forward)
 
-_classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
+_classes: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 
 def _compiled_module(module: nn.Module, settings: Settings) -> nn.Module:
@@ -120,7 +121,7 @@ def _face(cls: type, settings: Settings) -> Any:
         found = _classes[cls] = type(f"Compiled{cls.__name__}", (CompiledModule, cls), {"__module__": __name__})
     face: Any = object.__new__(found)
     forward = functools.partial(cls.forward, face)  # type: ignore[attr-defined]  # it is a module class
-    _programs[face] = Program(forward, face, cls.__name__, settings)
+    face._program = Program(forward, face, cls.__name__, settings)
     return face
 
 
@@ -133,8 +134,8 @@ def _own_class(face: Any) -> type:
 
 
 def _program_of(compiled: Any) -> Program:
-    program = _programs.get(compiled)
-    if program is None:
+    program = getattr(compiled, "_program", None)
+    if not isinstance(program, Program):
         raise TypeError(f"{compiled!r} was not returned by terrazzo.compile")
     return program
 

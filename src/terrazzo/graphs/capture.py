@@ -25,7 +25,7 @@ from terrazzo._torch.storages import memory_of
 from terrazzo.comm import captured
 from terrazzo.errors import CaptureError
 from terrazzo.graphs.draws import Draws
-from terrazzo.graphs.surroundings import Frozen, Surroundings
+from terrazzo.graphs.surroundings import Executed, Frozen, Surroundings
 from terrazzo.graphs.values import Outputs, collect, local_of, take_apart
 from terrazzo.tensor.copied_view import CopiedView
 from terrazzo.tensor.dtensor import DTensor, wrap
@@ -44,6 +44,10 @@ class Conditions:
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
+
+
+class NewCode(Exception):
+    """The program ran code that was not known when its surroundings were searched."""
 
 
 class Subject:
@@ -234,8 +238,8 @@ def _autocast(enabled: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
 # ------------------------------------------------------------------ capture
 
 
-def capture(subject: Subject, backend: Backend) -> Graph:
-    """Make the graph of one call."""
+def capture(subject: Subject, backend: Backend, executed: Executed) -> Graph:
+    """Make the graph of one call; raises NewCode, after `executed` got that code."""
     draws = Draws()
     fake = FakeTensorMode()
     with ExitStack() as stack:
@@ -250,7 +254,7 @@ def capture(subject: Subject, backend: Backend) -> Graph:
         captured.recording = draws
         try:
             real = subject.locals()
-            detached, written = _rehearse(program, subject, real, fake)
+            detached, written = _rehearse(program, subject, real, fake, executed)
             inputs = [_without_data(local, fake, not cut) for local, cut in zip(real, detached, strict=True)]
             with fake:
                 numbers = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in draws.sources]
@@ -266,7 +270,11 @@ def capture(subject: Subject, backend: Backend) -> Graph:
 
 
 def _rehearse(
-    program: _LocalProgram, subject: Subject, real: Sequence[torch.Tensor], fake: FakeTensorMode
+    program: _LocalProgram,
+    subject: Subject,
+    real: Sequence[torch.Tensor],
+    fake: FakeTensorMode,
+    executed: Executed,
 ) -> tuple[list[bool], tuple[int, ...]]:
     """Run once without data: which inputs have no gradient path to the result, and which are written."""
     leaves = [_without_data(local, fake, local.requires_grad) for local in real]
@@ -277,7 +285,7 @@ def _rehearse(
             for leaf, local in zip(leaves, real, strict=True)
         ]
         before = [stand_in._version for stand_in in stand_ins]
-        returned = program.run(stand_ins)
+        returned = _noting(program, stand_ins, subject.surroundings, executed)
     program.draws.check_end()
     written = tuple(i for i, stand_in in enumerate(stand_ins) if stand_in._version != before[i])
     for i in written:
@@ -292,6 +300,22 @@ def _rehearse(
     reached = _leaves_of([*returned, *(stand_ins[i] for i in written)])
     detached = [leaf.requires_grad and id(leaf) not in reached for leaf in leaves]
     return detached, written
+
+
+def _noting(
+    program: _LocalProgram, stand_ins: Sequence[torch.Tensor], surroundings: Surroundings, executed: Executed
+) -> tuple[torch.Tensor, ...]:
+    error: Exception | None = None
+    with executed.noting():
+        try:
+            returned = program.run(stand_ins)
+        except Exception as raised:  # perhaps of a tensor that is found in what is searched now
+            error = raised
+    if executed.globals.keys() != surroundings.executed:
+        raise NewCode from error
+    if error is not None:
+        raise error
+    return returned
 
 
 def _without_data(local: torch.Tensor, fake: FakeTensorMode, requires_grad: bool) -> torch.Tensor:

@@ -27,8 +27,8 @@ from terrazzo._torch.graphs import (
 )
 from terrazzo.comm import captured
 from terrazzo.errors import CaptureError, TerrazzoError
-from terrazzo.graphs.capture import Backend, Conditions, Graph, Subject, capture, distinct
-from terrazzo.graphs.surroundings import Stale, Surroundings
+from terrazzo.graphs.capture import Backend, Conditions, Graph, NewCode, Subject, capture, distinct
+from terrazzo.graphs.surroundings import Executed, Stale, Surroundings
 from terrazzo.graphs.values import Unkeyable, append_tensor_keys, collect, describe_tensor, describe_value, local_of
 from terrazzo.tensor import random
 from terrazzo.tensor.links import counts_as_replicated
@@ -37,6 +37,7 @@ from terrazzo.tensor.ops.losses import parallel_loss
 _BACKENDS = {"inductor": "terrazzo.graphs.inductor", "aot_eager": "terrazzo.graphs.joint"}
 _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 _attention = F.scaled_dot_product_attention
+_MOST_SEARCHES = 10  # each finds code that has not run before
 
 
 class CompileWarning(UserWarning):
@@ -63,6 +64,27 @@ class Record:
     calls: int = field(default=0)
 
 
+class Family:
+    """Graphs whose programs were searched together: what they read is in the same surroundings.
+
+    Another way through a program (evaluation after training) may run more code, which reads more. Then graphs of that
+    way belong to another family, and those of before stay.
+    """
+
+    def __init__(self, surroundings: Surroundings, number: int) -> None:
+        self.surroundings = surroundings
+        self.number = number
+        self.known: dict[Any, Record] = {}
+
+    def key(self, given: Sequence[Any], key: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
+        """The key of a call and its tensors, those in the arguments first; raises Stale, Unkeyable."""
+        around, numbers = self.surroundings.look()
+        tensors = [*given, *around]
+        whole = [*key, numbers]
+        append_tensor_keys(tensors, whole)
+        return tuple(whole), tensors
+
+
 class Program:
     """A function or module, and the graphs of it."""
 
@@ -73,9 +95,9 @@ class Program:
         self.records: list[Record] = []
         self._eager = eager
         self._searched = searched
-        self._surroundings: Surroundings | None = None
+        self._families: list[Family] = []  # the one that was used last is first
+        self._executed = Executed()
         self._searches = 0
-        self._known: dict[Any, Record] = {}
         self._lock = threading.RLock()
         self._beyond: Record | None = None  # for all calls beyond recompile_limit
         self._warned: set[str] = set()
@@ -85,10 +107,8 @@ class Program:
         if dispatch_modes() or captured.capturing() or F.scaled_dot_product_attention is not _attention:
             return self._eager(*args, **kwargs)  # an active mode must see the operations
         try:
-            key, tensors = self._key(args, kwargs)
-            record = self._known.get(key)
-            if record is None:
-                record = self._miss(key, tensors, args, kwargs)
+            key, given = self._key(args, kwargs)
+            record, tensors = self._find(key, given) or self._miss(key, given, args, kwargs)
         except Unkeyable as reason:
             self._cannot(CaptureError(f"{self.name} is called with {reason}", operation="an argument"))
             return self._eager(*args, **kwargs)
@@ -117,7 +137,7 @@ class Program:
 
     # ------------------------------------------------------------------ keys
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         key: list[Any] = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *_modes()]
         tensors: list[Any] = []
         for arg in args:
@@ -126,54 +146,77 @@ class Program:
             key.append(tuple(kwargs))
             for arg in kwargs.values():
                 collect(arg, key, tensors)
-        around, numbers = self._look()
-        key.append(self._searches)
-        key.append(numbers)
-        tensors += around
-        append_tensor_keys(tensors, key)
-        return tuple(key), tensors
+        return key, tensors
 
-    def _look(self) -> tuple[list[Any], tuple[int, ...]]:
-        if self._surroundings is not None:
+    def _find(self, key: list[Any], given: list[Any]) -> tuple[Record, list[Any]] | None:
+        for i, family in enumerate(self._families):
             try:
-                return self._surroundings.look()
+                whole, tensors = family.key(given, key)
             except Stale:
-                pass
-        with self._lock:
-            self._surroundings = Surroundings(self._searched)
-            self._searches += 1
-            return self._surroundings.look()
+                continue
+            record = family.known.get(whole)
+            if record is not None:
+                if i:
+                    self._families = [family, *(other for other in self._families if other is not family)]
+                return record, tensors
+        return None
+
+    def _newest(self, key: list[Any], given: list[Any]) -> tuple[Family, Any, list[Any]]:
+        """The family of all code that has run so far, which is searched again if it is stale; and a call's key."""
+        for family in self._families:
+            if family.surroundings.executed == self._executed.globals.keys():
+                try:
+                    return family, *family.key(given, key)
+                except Stale:
+                    self._families = [other for other in self._families if other is not family]
+        self._searches += 1
+        surroundings = Surroundings(self._searched, self._executed)
+        while surroundings.executed != self._executed.globals.keys():  # it has found what will run in backward
+            surroundings = Surroundings(self._searched, self._executed)
+        family = Family(surroundings, self._searches)
+        self._families = [family, *(other for other in self._families if other.known)]
+        return family, *family.key(given, key)
 
     # ------------------------------------------------------------------ calls of a new kind
 
-    def _miss(self, key: Any, tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
+    def _miss(
+        self, key: list[Any], given: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Record, list[Any]]:
         with self._lock:
-            found = self._known.get(key)
+            found = self._find(key, given)
             if found is not None:
                 return found
-            if self._beyond is not None:
-                return self._beyond
-            what = self._describe(args, kwargs, tensors)
-            record = Record(what, _difference(what, [other.what for other in self.records]))
-            if len(self.records) >= self.settings.limit:
-                record.error = self._too_many(record)
-                self._beyond = record
-                self._warn(record.error)
-                return record
-            try:
-                record.graph = self._capture(tensors, args, kwargs)
-            except CaptureError as error:
-                record.error = error
+            for _ in range(_MOST_SEARCHES):
+                family, whole, tensors = self._newest(key, given)
+                if self._beyond is not None:
+                    return self._beyond, tensors
+                what = self._describe(family, args, kwargs, tensors)
+                record = Record(what, _difference(what, [other.what for other in self.records]))
+                if len(self.records) >= self.settings.limit:
+                    record.error = self._too_many(record)
+                    self._beyond = record
+                    self._warn(record.error)
+                    return record, tensors
+                try:
+                    record.graph = self._capture(family.surroundings, tensors, args, kwargs)
+                except NewCode:
+                    continue
+                except CaptureError as error:
+                    record.error = error
+                break
+            else:
+                record.error = _located(CaptureError("each call of it runs code that is made anew"), self.name, None)
             if record.error is not None:
                 self._cannot(record.error)
-            self._known[key] = record
+            family.known[whole] = record
             self.records.append(record)
-            return record
+            return record, tensors
 
-    def _capture(self, tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
-        assert self._surroundings is not None
+    def _capture(
+        self, surroundings: Surroundings, tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Graph:
         own = self._searched if isinstance(self._searched, nn.Module) else getattr(self._searched, "__self__", None)
-        for module in self._surroundings.modules:
+        for module in surroundings.modules:
             if module is not own and hasattr(type(module), "unshard") and hasattr(type(module), "reshard"):
                 raise _located(
                     CaptureError(
@@ -184,10 +227,23 @@ class Program:
                     self.name,
                     None,
                 )
+        if surroundings.uncomparable is not None and surroundings.executed:  # before, it is not known what is used
+            label, kind = surroundings.uncomparable
+            file, line = self._executed.line_with(label.rpartition(".")[2]) or ("", 0)
+            where = f" in the function at {file}:{line}" if file else ""
+            raise CaptureError(
+                f"terrazzo.compile cannot capture {self.name}: it uses {label}{where}, a {kind}, whose contents cannot "
+                "be compared at each call: keep them in a tuple, list, dict or tensor",
+                operation=label,
+                file=file,
+                line=line,
+            )
         conditions = Conditions(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocasts())
-        subject = Subject(self._eager, args, kwargs, tensors, self._surroundings, conditions)
+        subject = Subject(self._eager, args, kwargs, tensors, surroundings, conditions)
         try:
-            return capture(subject, self._load_backend())
+            return capture(subject, self._load_backend(), self._executed)
+        except NewCode:
+            raise
         except CaptureError as error:
             raise _located(error, self.name, error) from error.__cause__
         except (NEEDS_VALUE, NEEDS_SHAPE, NO_FAKE) as error:
@@ -227,8 +283,9 @@ class Program:
             operation="recompile_limit",
         )
 
-    def _describe(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]) -> dict[str, str]:
-        assert self._surroundings is not None
+    def _describe(
+        self, family: Family, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Any]
+    ) -> dict[str, str]:
         what = {"gradients": str(torch.is_grad_enabled()), "autocast": str(autocasts() or None)}
         what["inference mode"] = str(torch.is_inference_mode_enabled())
         what["modes"] = repr(_modes())
@@ -236,12 +293,12 @@ class Program:
             what.update(describe_value(f"argument {i}", arg))
         for name, arg in kwargs.items():
             what.update(describe_value(f"argument {name!r}", arg))
-        slots = self._surroundings.slots()
+        slots = family.surroundings.slots()
         for (container, name), tensor in zip(slots, tensors[len(tensors) - len(slots) :], strict=True):
             what[container.name_of(name)] = describe_tensor(tensor)
-        what.update(self._surroundings.describe())
+        what.update(family.surroundings.describe())
         what["same tensors"] = str(distinct(tensors)[1])
-        what["parts of the program"] = f"search {self._searches}"
+        what["parts of the program"] = f"search {family.number}"
         return what
 
 

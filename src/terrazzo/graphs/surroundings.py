@@ -1,34 +1,89 @@
-"""The surroundings of a program: modules, closures and globals, where it finds tensors and settings besides arguments.
+"""The surroundings of a program: modules, objects, classes, closures and globals, where it finds what is no argument.
 
 A graph is valid for what these hold when it is captured, so each call looks at them again: tensors become inputs of
 the graph, and everything else is compared, by value (numbers, strings, flags) or by identity (other objects).
 A tensor that is not found here but used while the program is captured raises an error.
+
+What a program reads is known from the code that ran when it was captured (`Executed`): these functions' globals and
+closures, and from there all attributes whose names occur in that code. So other values of attributes that only code
+outside of the program uses do not matter.
 """
 
 from __future__ import annotations
 
+import array
+import dis
 import enum
 import functools
-import inspect
+import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain
 from operator import is_, itemgetter
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.autograd import Function
 
 SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
-_LIBRARIES = ("torch", "terrazzo")  # their functions are not searched for globals
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "terrazzo"}  # their functions are not searched
 _TABLES = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _MOST_ITEMS = 1000  # a longer list or dict is taken for data, not settings
+_UNCOMPARABLE = (set, deque, bytearray, array.array, np.ndarray, ContextVar, threading.local)
+_ANY_NAME = frozenset(("getattr", "vars", "__dict__", "attrgetter"))  # what reads attributes that code does not name
 
 
 class Stale(Exception):
     """The surroundings have other parts now than when they were searched."""
+
+
+class Executed:
+    """The code of a program, outside of PyTorch, terrazzo and Python's library, that has run so far."""
+
+    def __init__(self) -> None:
+        self.globals: dict[tuple[CodeType, int], dict[str, Any]] = {}  # of each code, and by their id
+        self.codes: set[CodeType] = set()
+        self.names: set[str] = set()
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """A block in which this thread's calls are noted."""
+        before = sys.getprofile()
+        sys.setprofile(self._note)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def _note(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            self.add(frame.f_code, frame.f_globals)
+
+    def add(self, code: CodeType, variables: dict[str, Any]) -> None:
+        """Note code, and the globals that it uses."""
+        if (code, id(variables)) not in self.globals and not _is_of_library(variables.get("__name__")):
+            self.globals[code, id(variables)] = variables
+            self.codes.add(code)
+            self.names |= set(_names_in(code))
+
+    def line_with(self, name: str) -> tuple[str, int] | None:
+        """The file and first line of a function that uses `name`."""
+        for code in self.codes:
+            if name in code.co_names:
+                return code.co_filename, code.co_firstlineno
+        return None
+
+
+def _is_of_library(module: Any) -> bool:
+    return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
 
 
 class _Cell:
@@ -42,6 +97,29 @@ class _Cell:
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.cell.cell_contents = value
+
+
+class _Attributes:
+    """The attributes of a class, or of an object with slots, as a mapping."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self._own = vars(owner) if isinstance(owner, type) else None
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self.owner, name) if self._own is None else self._own[name]
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.owner, name)
+
+    def has(self, name: str) -> bool:
+        return hasattr(self.owner, name) if self._own is None else name in self._own
 
 
 class Container:
@@ -101,17 +179,27 @@ class _Same:
 class Surroundings:
     """All containers that belong to a program."""
 
-    def __init__(self, program: Any, name: str = "") -> None:
+    def __init__(self, program: Any, executed: Executed) -> None:
+        """What runs later is not searched; what will run in backward is added to `executed`."""
+        self.executed = frozenset(executed.globals)
+        self._all = executed
+        self.uncomparable: tuple[str, str] | None = None
+        """The name, and the type, of a value that the program uses and that cannot be compared at each call."""
         self.containers: list[Container] = []
         self.modules: list[nn.Module] = []
         self._sized: list[Any] = []
-        self._sized_labels: list[str] = []
+        self._kept: list[tuple[str, Any]] = []
+        self._classes: set[type] = set()
         self._visited: dict[int, Any] = {}
-        self._names: set[str] = set()
+        self._places: dict[tuple[int, Any], Any] = {}  # of single variables and attributes; keeps the ids unique
+        self._names, self._codes = set(executed.names), set(executed.codes)
+        self._any_name = not _ANY_NAME.isdisjoint(self._names)
         if isinstance(program, nn.Module):
-            self._module(name, program)
+            self._module("", program)
         else:
-            self._search(name, program)
+            self._search("", program)
+        for (code, _), variables in executed.globals.items():
+            self._globals(code, variables)
         self._with_tensors = [container for container in self.containers if container.tensor_names]
         self._with_settings = [container for container in self.containers if container.setting_names]
         self._settings = [(container.get_settings, container.holder) for container in self._with_settings]
@@ -140,7 +228,7 @@ class Surroundings:
 
     def freeze(self) -> Frozen:
         """What all containers hold at this moment."""
-        return Frozen(self._sized_labels, self._sized, self.containers)
+        return Frozen(self._kept, self.containers)
 
     def slots(self) -> list[tuple[Container, Any]]:
         """Where each of the tensors of `look` is, in its order."""
@@ -154,26 +242,36 @@ class Surroundings:
 
     def _search(self, label: str, value: Any) -> None:
         """Find the containers in `value`, which is not a tensor."""
-        if id(value) in self._visited or isinstance(value, SCALARS):
+        if id(value) in self._visited or isinstance(value, (*SCALARS, torch.Tensor)):
             return
         self._visited[id(value)] = value
         if isinstance(value, nn.Module):
-            self._module(label, value, visited=False)
+            self._module(label, value)
         elif isinstance(value, FunctionType):
             self._function(label, value)
         elif isinstance(value, MethodType):
             self._search(label, value.__func__)
-            if isinstance(value.__self__, nn.Module):
-                self._search(label, value.__self__)
-            else:
-                self._object(label, value.__self__)
+            self._search(label, value.__self__)
         elif isinstance(value, functools.partial):
             for i, part in enumerate((value.func, value.args, value.keywords)):
                 self._search(f"{label}.{('func', 'args', 'keywords')[i]}", part)
-        elif type(value) in (list, tuple, dict) and len(value) <= _MOST_ITEMS:
-            self._container(label, value)
+        elif isinstance(value, list | tuple | dict):
+            if len(value) <= _MOST_ITEMS:
+                self._container(label, value)
+            if type(value) not in (list, tuple, dict):
+                self._object(label, value)
+        elif isinstance(value, ModuleType):
+            if not _is_of_library(value.__name__):
+                self._named(label, vars(value), self._names)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, _UNCOMPARABLE):
+            if self.uncomparable is None:
+                self.uncomparable = label, type(value).__name__
+        else:
+            self._object(label, value)
 
-    def _module(self, label: str, module: nn.Module, visited: bool = False) -> None:
+    def _module(self, label: str, module: nn.Module) -> None:
         self._visited[id(module)] = module
         self.modules.append(module)
         own = vars(module)
@@ -192,16 +290,36 @@ class Surroundings:
             self._search(f"{label}.{name}".lstrip("."), child)
         self._add(label, own["_modules"], [], list(own["_modules"]))
         for name, value in own.items():
-            if type(value) in (list, tuple, dict) and not name.startswith("_"):
+            if name in self._names:
                 self._search(f"{label}.{name}".lstrip("."), value)
-        if not type(module).__module__.startswith(_LIBRARIES):
-            for cls in type(module).__mro__:
-                forward = vars(cls).get("forward")
-                if isinstance(forward, FunctionType) and not cls.__module__.startswith(_LIBRARIES):
-                    self._search("", forward)
+            elif type(value) in (list, tuple, dict) and not name.startswith("_"):
+                before = self.uncomparable  # of PyTorch's modules it is not known which attributes they use
+                self._search(f"{label}.{name}".lstrip("."), value)
+                self.uncomparable = before
+        for cls in type(module).__mro__:
+            forward = vars(cls).get("forward")
+            if isinstance(forward, FunctionType):
+                self._search("", forward)
+        self._class(type(module))
+
+    def _class(self, cls: type) -> None:
+        """A class: the attributes that the program names, and the functions of it that have run."""
+        for each in cls.__mro__:
+            if each in self._classes or _is_of_library(each.__module__):
+                continue
+            self._classes.add(each)
+            self._sized.append(vars(each))  # an attribute that is new there may hide one of a base class
+            self._named(each.__name__, _Attributes(each), self._names & vars(each).keys())
+            for name, value in vars(each).items():
+                function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+                if isinstance(function, FunctionType):
+                    if name == "backward" and issubclass(each, Function):  # it runs after the program
+                        self._all.add(function.__code__, function.__globals__)
+                    if function.__code__ in self._codes:
+                        self._search(each.__name__, function)
 
     def _function(self, label: str, function: FunctionType) -> None:
-        if (function.__module__ or "").startswith(_LIBRARIES):
+        if _is_of_library(function.__module__):
             return
         self._names |= set(_names_in(function.__code__))
         cells = function.__closure__ or ()
@@ -215,33 +333,38 @@ class Surroundings:
             self._search(f"{label} defaults", function.__defaults__)
         if function.__kwdefaults__:
             self._search(f"{label} defaults", function.__kwdefaults__)
-        for name in sorted(set(_names_in(function.__code__)) & function.__globals__.keys()):
-            value = function.__globals__[name]
-            if not isinstance(value, ModuleType | type) and not inspect.isbuiltin(value):
-                self._value(name, function.__globals__, name, value)
+        if vars(function):
+            self._named(label, vars(function), self._names)
+        self._globals(function.__code__, function.__globals__)
+
+    def _globals(self, code: CodeType, variables: dict[str, Any]) -> None:
+        self._named("", variables, set(_globals_in(code)))
+
+    def _named(self, label: str, holder: Any, names: set[str]) -> None:
+        """Those of the variables or attributes in `holder` that have these names."""
+        for name in sorted(names if isinstance(holder, _Attributes) else names & holder.keys()):
+            self._value(f"{label}.{name}".lstrip("."), holder, name, holder[name])
 
     def _value(self, label: str, holder: Any, name: str, value: Any) -> None:
-        """One variable of a function: from a closure or global."""
-        if isinstance(value, torch.Tensor):
-            self._add("", holder, [name], [], sized=False)
-            return
-        self._add("", holder, [], [name], sized=False)
+        place = (id(holder.owner) if isinstance(holder, _Attributes) else id(holder), name)
+        if place not in self._places:
+            self._places[place] = holder
+            tensors, settings = ([name], []) if isinstance(value, torch.Tensor) else ([], [name])
+            self._add(label.rpartition(".")[0], holder, tensors, settings, sized=False)
         self._search(label, value)
-        if not isinstance(value, SCALARS) and not isinstance(value, ModuleType | type | nn.Module):
-            self._object(label, value)
 
     def _object(self, label: str, value: Any) -> None:
-        """Any other object: those attributes that occur in the functions found so far."""
+        """Any other object: those attributes that occur in the program."""
+        self._class(type(value))
         own = getattr(value, "__dict__", None)
-        if type(own) is not dict or id(own) in self._visited or isinstance(value, FunctionType | MethodType):
-            return
-        self._visited[id(own)] = own
-        names = [name for name in own if name in self._names]
-        tensors = [name for name in names if isinstance(own[name], torch.Tensor)]
-        self._add(label, own, tensors, [name for name in names if name not in tensors], sized=False)
-        for name in names:
-            if name not in tensors:
-                self._search(f"{label}.{name}", own[name])
+        if type(own) is dict and id(own) not in self._visited:
+            self._visited[id(own)] = own
+            self._sized.append(own)  # an attribute that is new there may hide one of its class
+            self._named(label, own, set(own) if self._any_name else self._names)
+        slots = {name for cls in type(value).__mro__ for name in _slots_of(cls)}
+        if slots:
+            slots = {name for name in slots if hasattr(value, name) and (self._any_name or name in self._names)}
+            self._named(label, _Attributes(value), slots)
 
     def _container(self, label: str, value: Any) -> None:
         items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
@@ -254,9 +377,9 @@ class Surroundings:
                 self._search(f"{label}[{name!r}]", item)
 
     def _add(self, label: str, holder: Any, tensors: list[Any], settings: list[Any], sized: bool = True) -> None:
-        if sized and type(holder) is not tuple:
+        if sized and not isinstance(holder, tuple):
             self._sized.append(holder)
-            self._sized_labels.append(label)
+            self._kept.append((label, holder))
         if tensors or settings:
             self.containers.append(Container(label, holder, tensors, settings))
 
@@ -264,14 +387,14 @@ class Surroundings:
 class Frozen:
     """What the containers held, to find out what a program changes there, and to undo it."""
 
-    def __init__(self, labels: list[str], sized: list[Any], containers: list[Container]) -> None:
-        held = {id(holder) for holder in sized}
+    def __init__(self, kept: list[tuple[str, Any]], containers: list[Container]) -> None:
+        held = {id(holder) for _, holder in kept}
         self._items: list[tuple[str, Any, dict[Any, Any]]] = [
             (label, holder, dict(enumerate(holder)) if isinstance(holder, list) else dict(holder))
-            for label, holder in zip(labels, sized, strict=True)
+            for label, holder in kept
         ]
         for container in containers:
-            if id(container.holder) not in held and type(container.holder) is not tuple:
+            if id(container.holder) not in held and not isinstance(container.holder, tuple):
                 names = (*container.tensor_names, *container.setting_names)
                 self._items.append(
                     (container.label, container.holder, {name: container.holder[name] for name in names})
@@ -308,6 +431,8 @@ class Frozen:
     def _has(holder: Any, name: Any) -> bool:
         if isinstance(holder, _Cell):
             return True
+        if isinstance(holder, _Attributes):
+            return holder.has(name)
         return name < len(holder) if isinstance(holder, list) else name in holder
 
 
@@ -316,6 +441,23 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
+        elif isinstance(constant, str) and constant.isidentifier():  # getattr(x, "name")
+            yield constant
+
+
+def _globals_in(code: CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _globals_in(constant)
+
+
+def _slots_of(cls: type) -> Iterator[str]:
+    slots = () if _is_of_library(cls.__module__) else vars(cls).get("__slots__", ())
+    for name in (slots,) if isinstance(slots, str) else slots:
+        yield f"_{cls.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
 
 
 def _getter(names: list[Any]) -> Callable[[Any], tuple[Any, ...]]:

@@ -1,0 +1,285 @@
+"""A compiled program is never stale: what it reads besides its arguments, and that changed, counts at the next call.
+
+Every program here runs eagerly and compiled, before and after one change; the eager run says what is right.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import terrazzo
+from terrazzo.errors import CaptureError
+from terrazzo.graphs.program import CompileWarning
+
+SCALE = 1.0
+TABLE = {"scale": [1.0]}
+helpers = types.ModuleType("helpers_of_a_test")
+helpers.scale = 1.0
+WEIGHT = torch.ones(2)
+
+
+def by_global(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALE * TABLE["scale"][0] * helpers.scale
+
+
+def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    factor = [1.0]
+
+    def call(*args: Any) -> Any:
+        return function(*args) * factor[0]
+
+    call.factor = factor
+    call.calls = 1.0
+    return call
+
+
+@decorated
+def by_decorator(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    return x * scale * by_decorator.calls
+
+
+@dataclass
+class Config:
+    scale: float = 1.0
+    shared: ClassVar[float] = 1.0
+    inner: Any = None
+    names: dict[str, float] = field(default_factory=lambda: {"a": 1.0})
+
+    @property
+    def both(self) -> float:
+        return self.scale * SCALE * self.shared
+
+
+class Slotted:
+    __slots__ = ("__hidden", "scale")
+
+    def __init__(self) -> None:
+        self.scale, self.__hidden = 1.0, 1.0
+
+    def value(self) -> float:
+        return self.scale * self.__hidden
+
+
+class Pair(NamedTuple):
+    first: Config
+    second: float = 1.0
+
+
+class Scale(torch.autograd.Function):
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * SCALE * Scale.factor
+
+
+class Base(nn.Module):
+    of_base = 1.0
+
+    @staticmethod
+    def static(x: torch.Tensor) -> torch.Tensor:
+        return x * SCALE
+
+    @classmethod
+    def made(cls, x: torch.Tensor) -> torch.Tensor:
+        return x * cls.of_base
+
+
+class Model(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config(inner=Config())
+        self._list = [1.0]
+        self._ordered = OrderedDict(a=[1.0])
+        self.slotted = Slotted()
+        self.pair = Pair(Config())
+        self.lookup = "scale"
+        self.layer = nn.Linear(2, 2)
+        self.layer.extra = Config()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.static(self.made(by_decorator(by_global(x))))
+        x = x * self.config.both * self.config.inner.scale * self.config.names["a"] * self._list[0]
+        x = x * self._ordered["a"][0] * self.slotted.value() * self.pair.first.scale
+        x = x * getattr(self.config, self.lookup) * self.layer.extra.scale * WEIGHT
+        return Scale.apply(x)
+
+
+def set_global(name: str, value: Any) -> Callable[[Model], None]:
+    return lambda model: globals().__setitem__(name, value)
+
+
+def made_anew(model: Model) -> None:
+    model.config = Config(scale=3.0, inner=Config())
+
+
+CHANGES: dict[str, Callable[[Model], None]] = {
+    "a global": set_global("SCALE", 2.0),
+    "a list in a global": lambda model: TABLE["scale"].__setitem__(0, 3.0),
+    "a variable of a module": lambda model: setattr(helpers, "scale", 4.0),
+    "a tensor in a global": set_global("WEIGHT", torch.tensor([5.0, 6.0])),
+    "a closure of a decorator": lambda model: by_decorator.factor.__setitem__(0, 2.0),
+    "an attribute of a function": lambda model: setattr(by_decorator, "calls", 3.0),
+    "an object's attribute": lambda model: setattr(model.config, "scale", 2.0),
+    "an inner object's attribute": lambda model: setattr(model.config.inner, "scale", 2.0),
+    "a dict of an object": lambda model: model.config.names.__setitem__("a", 2.0),
+    "a class variable": lambda model: setattr(Config, "shared", 2.0),
+    "one that hides a class variable": lambda model: setattr(model.config, "shared", 5.0),
+    "a private list": lambda model: model._list.__setitem__(0, 2.0),
+    "a list in an OrderedDict": lambda model: model._ordered["a"].__setitem__(0, 2.0),
+    "a slot": lambda model: setattr(model.slotted, "scale", 2.0),
+    "a private slot": lambda model: setattr(model.slotted, "_Slotted__hidden", 2.0),
+    "an object in a tuple": lambda model: setattr(model.pair.first, "scale", 2.0),
+    "an attribute of a base class": lambda model: setattr(Base, "of_base", 2.0),
+    "one that hides a base class's": lambda model: setattr(Model, "of_base", 7.0),
+    "a method": lambda model: setattr(Base, "static", staticmethod(lambda x: x * 11.0)),
+    "a property": lambda model: setattr(Config, "both", property(lambda self: 13.0)),
+    "another object": made_anew,
+    "an attribute of PyTorch's module": lambda model: setattr(model.layer.extra, "scale", 2.0),
+    "what only backward reads": lambda model: setattr(Scale, "factor", 3.0),
+}
+
+
+def run(f: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    result = f(x)
+    result.sum().backward()
+    return result.detach(), x.grad
+
+
+@pytest.fixture
+def unchanged():
+    """What the changes change is as it was afterwards."""
+    before = SCALE, WEIGHT
+    held = {owner: dict(vars(owner)) for owner in (Base, Model, Config, Scale)}
+    yield
+    globals().update(SCALE=before[0], WEIGHT=before[1])
+    TABLE["scale"][0] = helpers.scale = by_decorator.factor[0] = by_decorator.calls = 1.0
+    for owner, names in held.items():
+        for name in set(vars(owner)) - set(names):
+            delattr(owner, name)
+        for name, value in names.items():
+            if vars(owner)[name] is not value:
+                setattr(owner, name, value)
+
+
+def test_what_changed_counts_at_the_next_call(unchanged):
+    model = Model()
+    fast = terrazzo.compile(model, backend="aot_eager", fullgraph=True, recompile_limit=100)
+    torch.testing.assert_close(run(fast), run(model), rtol=0, atol=0)
+    for name, change in CHANGES.items():
+        before = run(model)
+        change(model)
+        expected = run(model)
+        assert not all(map(torch.equal, before, expected)), f"{name} changes nothing"
+        torch.testing.assert_close(run(fast), expected, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+    graphs = len(terrazzo.compile_report(fast).graphs)
+    run(fast)
+    assert len(terrazzo.compile_report(fast).graphs) == graphs <= len(CHANGES) + 1
+
+
+class Modes(nn.Module):
+    unused = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.in_training(x) if self.training else self.in_evaluation(x)
+
+    def in_training(self, x: torch.Tensor) -> torch.Tensor:
+        return x * SCALE
+
+    def in_evaluation(self, x: torch.Tensor) -> torch.Tensor:
+        return x * TABLE["scale"][0]
+
+    def elsewhere(self) -> int:
+        return self.unused
+
+
+def test_another_way_through_the_program_costs_one_graph_and_what_it_does_not_read_none(unchanged):
+    model = Modes()
+    fast = terrazzo.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.ones(2)
+    for _ in range(3):
+        for training in (True, False):
+            fast.train(training)
+            fast(x)
+        Modes.unused += 1
+    assert [graph.calls for graph in terrazzo.compile_report(fast).graphs] == [3, 3]
+    globals().update(SCALE=2.0)
+    assert fast(x).tolist() == [1.0, 1.0]
+    fast.train()
+    assert fast(x).tolist() == [2.0, 2.0]
+
+
+SEEN = {1.0}
+QUEUE = deque([1.0])
+VARIABLE: ContextVar[float] = ContextVar("variable", default=1.0)
+
+
+def by_set(x: torch.Tensor) -> torch.Tensor:
+    return x * sum(SEEN)
+
+
+def by_deque(x: torch.Tensor) -> torch.Tensor:
+    return x * QUEUE[0]
+
+
+def by_context(x: torch.Tensor) -> torch.Tensor:
+    return x * VARIABLE.get()
+
+
+def counting(x: torch.Tensor) -> torch.Tensor:
+    counting.calls += 1
+    return x * 2
+
+
+counting.calls = 0
+
+
+@pytest.mark.parametrize(("function", "what"), [(by_set, "SEEN"), (by_deque, "QUEUE"), (by_context, "VARIABLE")])
+def test_what_cannot_be_compared_is_refused_with_its_place(function, what):
+    with pytest.raises(CaptureError, match=f"it uses {what} in the function at .*test_compile_stale.py") as info:
+        terrazzo.compile(function, backend="aot_eager", fullgraph=True)(torch.ones(2))
+    assert info.value.line == function.__code__.co_firstlineno
+    fast = terrazzo.compile(function, backend="aot_eager")
+    with pytest.warns(CompileWarning, match=what):
+        assert fast(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_a_count_of_calls_is_refused_and_runs_eagerly():
+    fast = terrazzo.compile(counting, backend="aot_eager")
+    with pytest.warns(CompileWarning, match=r"it changes .*calls"):
+        fast(torch.ones(2))
+    fast(torch.ones(2))
+    assert counting.calls == 2
+
+
+def test_compiled_modules_and_functions_are_freed():
+    def use() -> list[weakref.ref[Any]]:
+        model = Model()
+        fast = terrazzo.compile(model, backend="aot_eager")
+        fast(torch.ones(2))
+        weight = model.layer.weight
+        function = terrazzo.compile(lambda x: x * weight, backend="aot_eager")
+        function(torch.ones(2))
+        return [weakref.ref(each) for each in (fast, model, weight, function)]
+
+    alive = use()
+    gc.collect()
+    assert [each() for each in alive] == [None] * 4
+    assert sys.getprofile() is None
