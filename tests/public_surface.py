@@ -54,6 +54,7 @@ PUBLIC = (
     "terrazzo.tensor",
     "terrazzo.tensor.debug",
     "terrazzo.tensor.experimental",
+    "terrazzo.tensor.libraries",
     "terrazzo.tensor.parallel",
     "terrazzo.tensor.policy",
     "terrazzo.testing",

@@ -161,10 +161,17 @@ def check_placements() -> None:
         from torch.distributed.tensor.placement_types import _StridedShard as Installed
 
         assert Installed is _StridedShard
+        # Of uneven parts PyTorch means others by it, so this says what terrazzo's DTensor has.
+        placements = strided(LIBRARIES["terrazzo"])
+        rows = terrazzo.tensor.distribute_tensor(torch.arange(6.0), mesh, placements).to_local()
+        shape, offset = helper(compute)((6, 4), mesh, placements)
+        assert shape == (len(rows), 4) and (not len(rows) or offset == (int(rows[0]), 0))
         with pytest.raises(PrivateHelperError, match=r"length 6, a rank of \(2, 2\) holds under \[_StridedShard"):
-            helper(compute)((6, 4), mesh, strided(LIBRARIES["terrazzo"]))
-        with pytest.raises(PrivateHelperError, match=r"got the placement Shard\(dim=0\)"):
-            helper("torch.distributed.tensor._dtensor_spec.DTensorSpec")(mesh, (terrazzo.tensor.Shard(0),) * 2)
+            helper(f"{UTILS}._compute_local_shape_and_global_offset")((6, 4), (2, 2), (1, 0), placements)
+        spec = helper("torch.distributed.tensor._dtensor_spec.DTensorSpec")
+        assert spec is terrazzo.tensor.libraries.DTensorSpec
+        with pytest.raises(PrivateHelperError, match="DTensorSpec, which is terrazzo's"):
+            helper("torch.distributed.tensor._collective_utils.redistribute_cost")(*[spec(mesh, placements)] * 2)
 
 
 def test_placements_mean_what_they_mean_for_pytorch():

@@ -98,7 +98,7 @@ def conversions() -> None:
         DTensor.from_local(whole, mesh, [Shard(0)], shape=(5, 6))
     with pytest.raises(DTensorError, match="no device mesh"):
         distribute_tensor(whole)
-    with pytest.raises(DTensorError, match="no public constructor"):
+    with pytest.raises(DTensorError, match="Use distribute_tensor"):
         DTensor(whole)
     with pytest.raises(AttributeError):
         x.placements = (R,)

@@ -67,7 +67,7 @@ def combinations(
     if m == len(mesh_shape):
         yield ()
         return
-    for candidate in candidates_of(spec, layouts, m, mesh_shape, sharded, None):
+    for candidate in candidates_of(spec, layouts, m, mesh_shape, sharded, (), None):
         now = {f: list(ms) for f, ms in sharded.items()}
         if candidate.factor is not None:
             now.setdefault(candidate.factor, []).append(m)

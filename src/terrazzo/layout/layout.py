@@ -8,7 +8,7 @@ only asked for its shape and for this rank's coordinate. When several mesh dimen
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -20,7 +20,7 @@ from terrazzo.layout.box import Box
 from terrazzo.layout.chunking import chunk_sizes, chunk_span
 from terrazzo.layout.drawing import caption_of, grid_html
 from terrazzo.layout.grid import Grid, grid_of
-from terrazzo.layout.order import with_order, without_order
+from terrazzo.layout.order import is_packed, unpacked, with_order, without_order
 from terrazzo.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard, check_placement
 
 
@@ -42,7 +42,8 @@ class Layout:
 
     Computed once and kept: `local_shape` (on this rank), `dual` (the layout of a gradient), `varying` (the mesh dims on
     which ranks hold different values), and `shown` (the placements with the order written into them, as users see
-    them: two layouts of one mesh and shape that show the same placements give every rank the same part).
+    them: two layouts of one mesh and shape that show the same placements give every rank the same part), and `packed`
+    (the tensor dims of which a mesh dim cuts several pieces, with their number; see `order`).
     """
 
     __slots__ = (
@@ -57,6 +58,7 @@ class Layout:
         "varying",
         "dual",
         "is_replicated",
+        "packed",
         "shown",
         "__weakref__",
     )
@@ -71,6 +73,7 @@ class Layout:
     varying: tuple[int, ...]
     dual: Layout
     is_replicated: bool
+    packed: Mapping[int, int]
     shown: tuple[Placement, ...]
 
     @staticmethod
@@ -79,7 +82,8 @@ class Layout:
     ) -> Layout:
         """The layout of a tensor of `shape`, one placement per dimension of `mesh`.
 
-        Placements with a `_StridedShard` say the order themselves; `order` is not used then.
+        Placements with a `_StridedShard` say the order themselves; `order` is not used then. One that says no order
+        cuts pieces of its dim.
         """
         placements, shape = tuple(placements), tuple(shape)
         natural = tuple(range(len(placements)))
@@ -89,7 +93,7 @@ class Layout:
         found = _pool.get(key)
         if found is None:
             checked = _checked(mesh, placements, shape)
-            if any(isinstance(p, _StridedShard) for p in checked):
+            if any(isinstance(p, _StridedShard) for p in checked) and not is_packed(checked, mesh.shape, shape):
                 checked, order = without_order(checked, tuple(mesh.shape))
             if checked != placements:
                 return Layout.of(mesh, checked, shape, order)
@@ -112,8 +116,29 @@ class Layout:
         """The mesh dims that cut tensor dimension `dim`, outermost first."""
         return tuple(m for m in self.order if self.placements[m].is_shard(dim))
 
+    def unpacked(self, pieces: Mapping[int, int]) -> Layout:
+        """The layout where each dim of `pieces` is seen as two: so many pieces, and the elements of a piece."""
+        if not pieces:
+            return self
+        placements, shape = unpacked(self.placements, self.shape, pieces)
+        return Layout.of(self.mesh, placements, shape, self.order)
+
+    def lengths(self, coord: Sequence[int] | None = None) -> tuple[int, ...]:
+        """The shape of the part held at `coord` (this rank's by default)."""
+        if not self.packed:
+            return self.box(coord).lengths
+        found = list(self.unpacked(self.packed).box(coord).lengths)
+        for dim in sorted(self.packed):
+            found[dim] *= found.pop(dim + 1)
+        return tuple(found)
+
     def box(self, coord: Sequence[int] | None = None) -> Box:
         """The part of the global tensor held at `coord` (this rank's by default)."""
+        if self.packed:
+            raise LayoutError(
+                f"what a rank holds under {list(self.placements)} is {max(self.packed.values())} parts of the tensor, "
+                "not one box: redistribute the tensor to Shard or Replicate first"
+            )
         at = self.coord if coord is None else coord
         if at is None:
             return Box((0,) * self.ndim, (0,) * self.ndim)
@@ -125,6 +150,13 @@ class Layout:
                 offset, lengths[d] = chunk_span(lengths[d], self.mesh_shape[m], at[m])
                 offsets[d] += offset
         return Box(tuple(offsets), tuple(lengths))
+
+    def first_element(self, coord: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Where in the global tensor the part held at `coord` begins, also if it is not one box."""
+        found = list(self.unpacked(self.packed).box(coord).offsets)
+        for dim in sorted(self.packed):
+            found[dim] = found.pop(dim + 1)  # every rank has a part of the first piece
+        return tuple(found)
 
     def part_sizes(self, mesh_dims: Sequence[int], dim: int, length: int | None = None) -> tuple[int, ...]:
         """Lengths along `dim` of the ranks of `mesh_dims` (outermost first) when only these mesh dims cut `length`."""
@@ -214,6 +246,7 @@ _REPLICATE = Replicate()
 def _build(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...], order: tuple[int, ...]) -> Layout:
     built = object.__new__(Layout)
     coord = mesh.get_coordinate()
+    built.packed = {p.dim: p.split_factor for p in placements if isinstance(p, _StridedShard)}
     built.mesh, built.placements, built.order = mesh, placements, order
     built.shape, built.ndim = torch.Size(shape), len(shape)
     built.mesh_shape = tuple(mesh.shape)
@@ -221,7 +254,7 @@ def _build(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...],
     if coord is None:  # a rank outside the mesh: no elements, or the neutral value for a 0-d tensor
         built.local_shape = torch.Size((0,) if shape else ())
     else:
-        built.local_shape = torch.Size(built.box().lengths)
+        built.local_shape = torch.Size(built.lengths())
     built.varying = tuple(m for m, p in enumerate(placements) if p is not _REPLICATE)
     built.is_replicated = not built.varying
     natural = order == tuple(range(len(order)))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from terrazzo.errors import LayoutError, PlacementsError
-from terrazzo.layout.chunking import chunk_span
+from terrazzo.layout.chunking import chunk_sizes, chunk_span
 
 REDUCE_OPS = ("sum", "avg", "product", "max", "min")
 
@@ -79,6 +81,25 @@ class Shard(Placement):
         return length, offset
 
     _local_shard_size_and_offset = local_shard_size_and_offset  # libraries call PyTorch's private name for it
+
+    def _split_tensor(
+        self, tensor: torch.Tensor, num_chunks: int, *, with_padding: bool = True, contiguous: bool = True
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """PyTorch's method for libraries: the chunks, padded at their ends to one size, and how much each is padded.
+
+        >>> chunks, padded = Shard(0)._split_tensor(torch.arange(5), 4)
+        >>> [chunk.tolist() for chunk in chunks], padded
+        ([[0, 1], [2, 3], [4, 0], [0, 0]], [0, 0, 1, 2])
+        """
+        sizes = chunk_sizes(tensor.shape[self.dim], num_chunks)
+        chunks = list(tensor.split(list(sizes), self.dim))
+        padded = [max(sizes) - size for size in sizes] if with_padding else []
+        for i, count in enumerate(padded):
+            if count:
+                shape = list(tensor.shape)
+                shape[self.dim] = count
+                chunks[i] = torch.cat([chunks[i], tensor.new_zeros(shape)], self.dim)
+        return [chunk.contiguous() for chunk in chunks] if contiguous else chunks, padded
 
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})"

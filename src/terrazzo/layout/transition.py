@@ -28,7 +28,7 @@ from terrazzo.layout.box import Box
 from terrazzo.layout.cells import cells_in, mesh_strides, replicas
 from terrazzo.layout.chunking import chunk_sizes
 from terrazzo.layout.layout import Layout
-from terrazzo.layout.placement import Partial, Placement, Replicate, Shard
+from terrazzo.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard
 
 _R = Replicate()
 
@@ -114,6 +114,8 @@ def plan_transition(src: Layout, dst: Layout) -> tuple[Step, ...]:
         return ()
     if src.mesh != dst.mesh or src.shape != dst.shape:
         raise LayoutError(f"a transition keeps mesh and shape: {src} -> {dst}")
+    if src.packed or dst.packed:
+        raise LayoutError(f"packed layouts have no boxes to plan with: unpack them first ({src} -> {dst})")
     if src.coord is None:
         return ()
     return _Planner(src, dst).run()
@@ -124,6 +126,8 @@ def moved_bytes(src: Layout, dst: Layout, itemsize: int) -> int:
     numel = prod(src.shape)
     if src.coord is None or numel == 0:
         return 0
+    if src.packed or dst.packed:
+        return sum(moved_bytes(a, b, itemsize) for a, b in unpacked_steps(src, dst))
     total, held = 0.0, numel / prod(src.mesh_shape[m] for m, p in enumerate(src.placements) if isinstance(p, Shard))
     for step in plan_transition(src, dst):
         n = prod(src.mesh_shape[m] for m in step.mesh_dims)
@@ -138,6 +142,22 @@ def moved_bytes(src: Layout, dst: Layout, itemsize: int) -> int:
         elif isinstance(step, (AllToAll, Exchange)):
             total += held * (n - 1) / n
     return int(total * itemsize)
+
+
+def unpacked_steps(src: Layout, dst: Layout) -> list[tuple[Layout, Layout]]:
+    """The transitions from `src` to `dst` if one of them is packed: each of two layouts that are not.
+
+    Seen with the pieces of `src`, as much as possible becomes what `dst` has; the rest is replicated between, and cut
+    as `dst` cuts its own pieces.
+    """
+    between = src.with_placements(
+        [
+            b if a is b or not (isinstance(b, _StridedShard) or (isinstance(b, Shard) and b.dim in src.packed)) else _R
+            for a, b in zip(src.placements, dst.placements, strict=True)
+        ],
+        dst.order,
+    )
+    return [(a.unpacked(by), b.unpacked(by)) for a, b, by in ((src, between, src.packed), (between, dst, dst.packed))]
 
 
 class _Planner:

@@ -9,7 +9,10 @@ from terrazzo.layout import Partial, Placement, Replicate, Shard
 
 from terrazzo.tensor.dtensor import DTensor  # isort: skip
 from terrazzo.tensor import pickling  # noqa: F401  # isort: skip  (registers what may be unpickled)
-from terrazzo.tensor import patching
+from terrazzo.tensor import (
+    libraries,  # noqa: F401  (registers itself)
+    patching,
+)
 from terrazzo.tensor.api import distribute_module, distribute_tensor
 from terrazzo.tensor.dispatch import calls  # noqa: F401  (registers itself)
 from terrazzo.tensor.explanation import Explanation, explain

@@ -64,7 +64,8 @@ def distribute_tensor(
             "DTensor.from_local(...).redistribute(...), which is differentiable"
         )
     wanted = Layout.of(mesh, placed, tuple(tensor.shape))
-    layout = wanted.dual  # Partial is made from replicas, below
+    # Partial, and a dim that is cut in pieces, are made from replicas, below.
+    layout = wanted.with_placements((Replicate(),) * mesh.ndim) if wanted.packed else wanted.dual
     local = tensor.detach()
     if local.device.type != mesh.device_type and local.device.type != "meta":
         local = local.to(mesh.device_type)

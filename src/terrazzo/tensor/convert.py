@@ -279,7 +279,7 @@ def _redistribute(
     if dst is src:
         local = tensor._local
         return wrap(local.view_as(local) if local.requires_grad else local, dst)
-    if async_op:
+    if async_op and not (src.packed or dst.packed):
         return _redistribute_later(tensor, dst)
     result = wrap(_own_memory(redistribute_local(tensor._local, src, dst), src, dst), dst)
     result._memo = gathered_from(tensor._local, src, dst, result._local)
@@ -289,6 +289,10 @@ def _redistribute(
 def _own_memory(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
     """Copy a slice of the rank's tensor: a write to it must not change the replica on one rank only, and it must not
     keep the whole tensor alive."""
+    if dst.packed:
+        return local.clone(memory_format=torch.contiguous_format)
+    if src.packed:
+        return local
     steps = [step for step in plan_transition(src, dst) if axis_of(src.mesh, step.mesh_dims).size > 1]
     if any(isinstance(step, LOCAL_STEPS) for step in steps):
         return local.clone(memory_format=torch.contiguous_format)

@@ -205,7 +205,8 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
     """A tensor whose elements are spread over the ranks of a `DeviceMesh`.
 
     Create one with `distribute_tensor`, `DTensor.from_local` or the factory functions of `terrazzo.tensor`, not with
-    the constructor. It behaves as one tensor: every operation gives what the same operation on one device would give.
+    the constructor, which is for libraries (`terrazzo.tensor.libraries`). It behaves as one tensor: every operation
+    gives what the same operation on one device would give.
     """
 
     __slots__ = ("_local", "_layout", "_memo", "_grad_wrapper", "_pending")
@@ -215,11 +216,9 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
     _grad_wrapper: DTensor | None
     _pending: Any  # used by the subclasses for pending communication and for copied views
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
-        raise DTensorError(
-            "DTensor has no public constructor: use distribute_tensor(tensor, mesh, placements) for a global tensor or "
-            "DTensor.from_local(local, mesh, placements) for each rank's part"
-        )
+    def __new__(cls, local_tensor: Any = None, spec: Any = None, *, requires_grad: bool = False) -> DTensor:
+        made: DTensor = links.from_spec(local_tensor, spec, requires_grad)
+        return made
 
     @classmethod
     def __torch_function__(
@@ -382,7 +381,9 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
     def _shown(self) -> str:
         return repr(self._local)
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str | None:
+        if self._layout.packed:  # there are no boxes to draw; a notebook shows the text then
+            return None
         return self._layout.html(ranks_of(self._layout.mesh), f"DTensor, {self.dtype}", self._layout.mesh.device_type)
 
     def __format__(self, spec: str) -> str:
@@ -423,6 +424,11 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
         return links.from_local(
             local_tensor, device_mesh, placements, run_check=run_check, shape=shape, grad_placements=grad_placements
         )
+
+    @property
+    def _spec(self) -> Any:
+        """PyTorch's attribute for mesh, placements, shape, strides and dtype: a `libraries.DTensorSpec`."""
+        return links.spec_of(self)
 
     @property
     def _local_tensor(self) -> torch.Tensor:

@@ -100,11 +100,15 @@ def from_torch_placement(p: Any) -> Placement:
 
 def _layout_of(spec: DTensorSpec, shape: Sequence[int]) -> Layout:
     mesh = current_mesh(spec.mesh)
-    placements, order = from_torch_placements(spec.placements, tuple(mesh.shape))
+    placements: tuple[Placement, ...] = tuple(from_torch_placement(p) for p in spec.placements)
+    order: tuple[int, ...] | None = None
     explicit = getattr(spec, "shard_order", None)  # newer versions of torch store the order, too
     if explicit and not any(isinstance(p, _StridedShard) for p in spec.placements):
         order = full_order([entry.mesh_dims for entry in explicit], mesh.ndim)
-    layout = Layout.of(mesh, placements, tuple(shape), order)
+    try:
+        layout = Layout.of(mesh, placements, tuple(shape), order)
+    except PlacementsError as error:
+        raise DTensorError(str(error)) from None
     _check_order(layout)
     return layout
 

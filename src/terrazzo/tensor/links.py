@@ -32,6 +32,8 @@ class Links:
     gradient_of: Callable[..., Any]
     gradient_for: Callable[..., torch.Tensor]
     reduce: Callable[..., Any]
+    spec_of: Callable[..., Any]
+    from_spec: Callable[..., Any]
     copies: WeakSet[Any] = WeakSet()
     """The origins of the copied views that are alive (`copied_view.CopySource`)."""
 

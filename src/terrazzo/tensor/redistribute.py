@@ -7,7 +7,7 @@ of the gradient, and the terms are reduce-scattered. `varying` lists the mesh di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from terrazzo.comm import collectives
 from terrazzo.comm import differentiable as typed
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.pending import Pending
-from terrazzo.layout import Layout, Partial, plan_transition
+from terrazzo.layout import Layout, Partial, Replicate, plan_transition
 from terrazzo.layout.transition import (
     LOCAL_STEPS,
     AllReduce,
@@ -28,8 +28,11 @@ from terrazzo.layout.transition import (
     Slice,
     Step,
     ToPartial,
+    unpacked_steps,
 )
 from terrazzo.tensor.foreign import refuse_subclass
+
+_R = Replicate()
 
 
 def redistribute_local(local: torch.Tensor, src: Layout, dst: Layout, varying: tuple[int, ...] = ()) -> torch.Tensor:
@@ -37,8 +40,33 @@ def redistribute_local(local: torch.Tensor, src: Layout, dst: Layout, varying: t
     # What will become a partial term is gathered as a replica first, whatever uses the terms.
     if varying and dst.dual is not dst:
         varying = tuple(m for m in varying if not isinstance(dst.placements[m], Partial))
+    if src.packed or dst.packed:
+        return _redistribute_packed(local, src, dst, varying)
     for step in plan_transition(src, dst):
         local = run_step(local, step, src.mesh, varying)
+    return local
+
+
+def _redistribute_packed(local: torch.Tensor, src: Layout, dst: Layout, varying: tuple[int, ...]) -> torch.Tensor:
+    """`redistribute_local` where a dim of one layout is cut in pieces: seen as two dims, it is one box."""
+    if src is dst or src.coord is None:
+        return local
+    (first, between), (after, last) = unpacked_steps(src, dst)
+    # A mesh dim that is replicated only in between, and then cut, has no users there that vary.
+    still = tuple(m for m in varying if between.placements[m] is _R and dst.placements[m] is _R)
+    local = _flat(redistribute_local(_in_pieces(local, src.packed), first, between, still), src.packed)
+    return _flat(redistribute_local(_in_pieces(local, dst.packed), after, last, varying), dst.packed)
+
+
+def _in_pieces(local: torch.Tensor, pieces: Mapping[int, int]) -> torch.Tensor:
+    for dim in sorted(pieces, reverse=True):
+        local = local.unflatten(dim, (pieces[dim], local.shape[dim] // pieces[dim]))
+    return local
+
+
+def _flat(local: torch.Tensor, pieces: Mapping[int, int]) -> torch.Tensor:
+    for dim in sorted(pieces):
+        local = local.flatten(dim, dim + 1)
     return local
 
 
@@ -69,7 +97,7 @@ def gathered_from(local: torch.Tensor, src: Layout, dst: Layout, replica: torch.
     """The record for a differentiable replica that was made by one gather alone, else None."""
     if not replica.requires_grad or not dst.is_replicated:
         return None
-    steps = plan_transition(src, dst)
+    steps = () if src.packed else plan_transition(src, dst)
     if len(steps) != 1 or not isinstance(steps[0], Gather) or axis_of(src.mesh, steps[0].mesh_dims).size == 1:
         return None
     return Gathered(local, steps[0], src.mesh, version_of(replica))

@@ -6,11 +6,12 @@ or replicates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
+from terrazzo.layout.placement import _StridedShard
 from terrazzo.tensor.dispatch.spec import Spec
 
 _R = Replicate()
@@ -35,28 +36,30 @@ def candidates_of(
     m: int,
     mesh_shape: tuple[int, ...],
     sharded: Mapping[int, list[int]],
+    in_pieces: Collection[int],
     want: Placement | None,
 ) -> list[Candidate]:
     """The candidates of mesh dim `m`; `want` is the required placement of an output that is given (in-place).
 
-    `sharded` has, for each factor, the mesh dims before `m` that shard it.
+    `sharded` has, for each factor, the mesh dims before `m` that shard it, and `in_pieces` those factors of which one
+    mesh dim cuts several pieces, so that no other can.
     """
     if spec.acceptable:
         return [Candidate(a.ins, a.outs, None, rank) for rank, a in enumerate(spec.acceptable)]
     found: list[Candidate] = []
-    factors: list[int] = []
+    cuts: list[tuple[int | None, int]] = []
     for dims, layout in zip(spec.ins, layouts, strict=True):
         p = layout.placements[m]
-        if isinstance(p, Shard):
-            f = dims[p.dim]
-            if f is not None and f not in factors:
-                factors.append(f)
-    if isinstance(want, Shard) and spec.outs:
-        f = spec.outs[0][want.dim]
-        if f is not None and f not in factors:
-            factors.append(f)
-    for f in factors:
-        candidate = _shard(spec, f, m, mesh_shape, sharded)
+        if isinstance(p, (Shard, _StridedShard)):
+            cut = dims[p.dim], _pieces(p)
+            if cut[0] is not None and cut not in cuts:
+                cuts.append(cut)
+    if isinstance(want, (Shard, _StridedShard)) and spec.outs:
+        cut = spec.outs[0][want.dim], _pieces(want)
+        if cut[0] is not None and cut not in cuts:
+            cuts.append(cut)
+    for f, pieces in cuts:
+        candidate = None if f is None or f in in_pieces else _shard(spec, f, pieces, m, mesh_shape, sharded)
         if candidate is not None:
             found.append(candidate)
     for group in spec.linear:
@@ -72,10 +75,18 @@ def candidates_of(
     return found
 
 
+def _pieces(p: Shard | _StridedShard) -> int:
+    return 1 if isinstance(p, Shard) else p.split_factor
+
+
 def _shard(
-    spec: Spec, f: int, m: int, mesh_shape: tuple[int, ...], sharded: Mapping[int, list[int]]
+    spec: Spec, f: int, pieces: int, m: int, mesh_shape: tuple[int, ...], sharded: Mapping[int, list[int]]
 ) -> Candidate | None:
     if f in spec.whole:
+        return None
+    # Each element of a loop is computed by itself or summed, so ranks may hold other ones than a chunk of them; unless
+    # the rule says what of the loop this rank has (`localize`), or splits it (`even`), or other mesh dims cut it, too.
+    if pieces > 1 and (f in spec.even or f in sharded or spec.localize is not None):
         return None
     if f in spec.even:
         ranks = prod(mesh_shape[k] for k in (*sharded.get(f, ()), m))
@@ -84,13 +95,18 @@ def _shard(
     outs: list[Placement] = []
     for dims in spec.outs:
         if f in dims:
-            outs.append(Shard(dims.index(f)))
+            outs.append(_cut(dims.index(f), pieces))
         elif f in spec.reduce:
             outs.append(Partial(spec.reduce[f]))
         else:
             return None
     term = Partial(spec.reduce[f]) if f in spec.reduce else _R
     ins = tuple(
-        Shard(dims.index(f)) if f in dims else term if i in spec.addends else _R for i, dims in enumerate(spec.ins)
+        _cut(dims.index(f), pieces) if f in dims else term if i in spec.addends else _R
+        for i, dims in enumerate(spec.ins)
     )
     return Candidate(ins, tuple(outs), f, 0)
+
+
+def _cut(dim: int, pieces: int) -> Placement:
+    return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)

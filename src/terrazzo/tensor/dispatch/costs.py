@@ -7,6 +7,7 @@ smaller where other mesh dims shard the tensor, too):
     shard -> replicate, partial     s (n-1) / n       all-gather
     partial -> shard                s (n-1) / n       reduce-scatter; twice that for reductions other than sum and avg
     partial -> replicate           2s (n-1) / n       all-reduce
+    shard in pieces -> another      s (n-1) / n       all-gather, also where that is another shard; and the way back
     replicate -> shard              0; s / n where a later mesh dim shards the same tensor dim: it then cuts first
 
 Terms (Partial) that a candidate leaves must be reduced sooner or later, so they count as an all-reduce of the output.
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
+from terrazzo.layout.placement import _StridedShard
 from terrazzo.tensor.dispatch.candidates import Candidate
 from terrazzo.tensor.dispatch.spec import Dims, Spec
 
@@ -69,7 +71,7 @@ class Sizes:
                 received += self._size(layout.shape, spec.ins[i], [c.ins[i] for c in self.chosen], m) * part
         for j, (shape, placement) in enumerate(zip(spec.shapes, candidate.outs, strict=True)):
             size = self._size(shape, spec.outs[j], [c.outs[j] for c in self.chosen], m)
-            left += size / n if isinstance(placement, Shard) else size
+            left += size / n if isinstance(placement, (Shard, _StridedShard)) else size
             terms += 2 * size * share if isinstance(placement, Partial) else 0.0
         if candidate.factor is None and any(isinstance(p, Partial) for p in candidate.ins):
             return Cost(received, terms, left, not spec.keeps_terms)
@@ -82,7 +84,7 @@ class Sizes:
         mesh_shape = self.layouts[0].mesh_shape
         for k, n in enumerate(mesh_shape):
             if k < m:
-                cut = isinstance(chosen[k], Shard)
+                cut = isinstance(chosen[k], (Shard, _StridedShard))
             else:
                 cut = k > m and not self.spec.acceptable and any(f in dims for f in self._sharded_on(k))
             if cut:
@@ -92,7 +94,7 @@ class Sizes:
     def _sharded_on(self, k: int) -> list[int]:
         """The factors that operands are sharded on along mesh dim `k`."""
         placed = zip(self.spec.ins, [layout.placements[k] for layout in self.layouts], strict=True)
-        return [f for dims, p in placed if isinstance(p, Shard) and (f := dims[p.dim]) is not None]
+        return [f for dims, p in placed if isinstance(p, (Shard, _StridedShard)) and (f := dims[p.dim]) is not None]
 
 
 def _part(layout: Layout, need: Placement, m: int) -> float:
@@ -103,6 +105,10 @@ def _part(layout: Layout, need: Placement, m: int) -> float:
         return 0.0
     if isinstance(have, Shard):
         return share / n if isinstance(need, Shard) else share
+    if isinstance(have, _StridedShard):
+        return share
+    if isinstance(need, _StridedShard):
+        return 0.0 if have is _R else 2 * share
     # The new cut would lie inside one of a later mesh dim but has to end up outside it, so all pieces move.
     moved = 1 / n if isinstance(need, Shard) and need in layout.placements[m + 1 :] else 0.0
     if have is _R:

@@ -32,10 +32,10 @@ def takes_empty_shards(
         return True
     tried: set[tuple[tuple[int, ...], ...]] = set()
     for at in coordinates_of_all_shapes([*layouts, *plan.outs]):
-        shapes = tuple(layout.box(at).lengths for layout in layouts)
+        shapes = tuple(layout.lengths(at) for layout in layouts)
         if shapes not in tried and not all(prod(s) or not prod(o.shape) for s, o in zip(shapes, layouts, strict=True)):
             tried.add(shapes)
-            promised = [tuple(out.box(at).lengths) for out in plan.outs]
+            promised = [tuple(out.lengths(at)) for out in plan.outs]
             if not _works(plan, func, loc, kw, shapes, promised, inplace):
                 return False
     return True

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.layout import Layout, Replicate, Shard
+from terrazzo.layout.placement import _StridedShard
 from terrazzo.tensor.dispatch.candidates import Candidate, candidates_of
 from terrazzo.tensor.dispatch.costs import Cost, Sizes
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Joined, LocalFunction, Spec
 
 _R = Replicate()
+_CUTS = (Shard, _StridedShard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,13 @@ def choices(spec: Spec, layouts: Sequence[Layout], fixed_output: Layout | None =
     """The choice of each mesh dim, in order; ends after a mesh dim without candidates."""
     mesh_shape = layouts[0].mesh_shape
     sharded: dict[int, list[int]] = {}
+    in_pieces: set[int] = set()
     sizes = Sizes(spec, layouts)
     for m, n in enumerate(mesh_shape):
         want = None if fixed_output is None else fixed_output.placements[m]
         options = tuple(
             (candidate, sizes.cost(candidate, m, n))
-            for candidate in candidates_of(spec, layouts, m, mesh_shape, sharded, want)
+            for candidate in candidates_of(spec, layouts, m, mesh_shape, sharded, in_pieces, want)
             if want is None or not candidate.outs or candidate.outs[0] is want
         )
         best = min(options, key=functools.partial(_order, spec))[0] if options else None
@@ -82,6 +85,8 @@ def choices(spec: Spec, layouts: Sequence[Layout], fixed_output: Layout | None =
         sizes.chosen.append(best)
         if best.factor is not None:
             sharded.setdefault(best.factor, []).append(m)
+            if any(isinstance(p, _StridedShard) for p in (*best.ins, *best.outs)):
+                in_pieces.add(best.factor)
 
 
 def _order(spec: Spec, option: tuple[Candidate, Cost]) -> tuple[float, float, int]:
@@ -128,4 +133,4 @@ def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> Cal
 
 def _cast_dims(src: Layout, dst: Layout, varying: tuple[int, ...]) -> tuple[int, ...]:
     # The gradient of a gather for a varying computation is reduce-scattered, so it needs no cast.
-    return tuple(m for m in varying if dst.placements[m] is _R and not isinstance(src.placements[m], Shard))
+    return tuple(m for m in varying if dst.placements[m] is _R and not isinstance(src.placements[m], _CUTS))

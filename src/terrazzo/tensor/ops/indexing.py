@@ -326,9 +326,9 @@ def set_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         value = admitted[0][2]
     if taken is not None and isinstance(value, DTensor) and value.dim():  # also on ranks that do not hold the region
         torch.empty(target.shape, device="meta")[tuple(items)] = torch.empty(value.shape, device="meta")
-    terms = any(isinstance(p, Partial) for p in target._layout.placements)
+    boxes = not target._layout.packed and not any(isinstance(p, Partial) for p in target._layout.placements)
     outside = target._layout.coord is None
-    if is_basic(items) and not terms and all(not isinstance(i, slice) or (i.step or 1) > 0 for i in items):
+    if is_basic(items) and boxes and all(not isinstance(i, slice) or (i.step or 1) > 0 for i in items):
         check_no_overlap(target._local, target.shape, tuple(items))
         with writing(target, items):
             (_assign_outside if outside else _assign_box)(target, items, value)

@@ -20,11 +20,10 @@ from terrazzo.tensor.redistribute import redistribute_local
 
 
 def _without_terms(x: Any) -> DTensor:
-    """`x` with terms reduced: random results must be the same on every rank that holds an element."""
+    """`x` with terms reduced: random results must be the same on every rank that holds an element; and not packed."""
     layout = x._layout
-    if layout.dual is layout:
-        return x
-    return wrap(redistribute_local(x._local, layout, layout.dual), layout.dual)
+    plain = _plain_layout(layout) if layout.packed else layout.dual
+    return x if plain is layout else wrap(redistribute_local(x._local, layout, plain), plain)
 
 
 def _plain_layout(layout: Layout) -> Layout:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.layout import Layout, Shard
+from terrazzo.layout import Layout
 from terrazzo.tensor.copied_view import CopiedView, mark_alias
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import decomposition
@@ -28,7 +28,7 @@ def view_as_dtype(x: Any, dtype: Any) -> Any:
     if before == after:
         return _same_memory(x, x._local.view(dtype), layout)
     last = layout.ndim - 1
-    if last < 0 or any(isinstance(p, Shard) and p.dim == last for p in layout.placements):
+    if last < 0 or layout.packed or any(p.is_shard(last) for p in layout.placements):
         return NotImplemented
     length = layout.shape[last] * before
     if length % after:
