@@ -409,13 +409,13 @@ def _groups(module: Any, recurse: bool) -> list[Group]:
 
 
 def _pad(group: Group) -> None:
-    """Pad sections to equal length, as custom communication expects."""
+    """Pad sections to equal length, now that the group's options say so."""
     if group.root is not None:
         group.root.reshard(group.unit)
         group.root.form_units()
     else:
         part(group.unit)
-    group.unit.use_equal_sections()
+    group.unit.arrange_again()
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:

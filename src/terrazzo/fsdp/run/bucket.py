@@ -57,32 +57,32 @@ class _Seen(NamedTuple):
 class Bucket:
     """Some parameters of one dtype, sharded on one mesh."""
 
-    def __init__(self, params: Sequence[ShardedParameter], settings: Settings) -> None:
+    _whole: _Whole | None = None  # once the shards have values
+
+    def __init__(self, params: Sequence[ShardedParameter], settings: Settings, equal: bool) -> None:
         """Takes the values of parameters that are not sharded yet from their `unsharded_local`, and creates the sharded
-        parameters; or takes those that there are into a buffer of its own."""
+        parameters; or takes those that there are into a buffer of its own. `equal` is whether sections are padded to
+        the same length on CPU too."""
         self.params = tuple(params)
         self.settings = settings
-        self.equal = False  # whether sections are padded to the same length on CPU too
+        self._equal = equal
         self.plan = self.plan_over(settings.mesh.shard, self.params)
         self._epochs_before = 0  # writes to former buffers, and writes that no version counter counts
         values = [p.values.detach() for p in params]
-        self.dtype = values[0].dtype
         if params[0].sharded is None:
             for param in params:
                 param.attributes = attributes_of(param.unsharded_local)  # type: ignore[arg-type]
             values = self.plan.own_chunks(values)
         self._place(values)
-        self._whole: _Whole | None = None  # once the shards have values
         self._seen = _Seen([], [], -1)
         self._filled: list[int] = []  # the shards' version counters when the unsharded parameters got their values
         self.tag = FIRST_TAG  # of its messages; the next one is that of its gradients
-        self.aliased = False  # whether the unsharded parameters are the shards themselves
         self._in_place: dict[tuple[FlatPlan, torch.dtype], InPlace | None] = {}
 
     def plan_over(self, axis: Axis, params: Sequence[ShardedParameter], extra: int = 0) -> FlatPlan:
         """The flat plan of `params` over `axis`."""
         shapes, dims = [p.shape for p in params], [p.dim for p in params]
-        equal = self.equal
+        equal = self._equal
         if not equal:
             on_cpu = self.settings.mesh.device.type == "cpu"
             equal = worth_padding(shapes, dims, axis.size) if has_many(axis.size) else not on_cpu
@@ -92,6 +92,16 @@ class Bucket:
     def shard_bytes(self) -> int:
         """The bytes of the shards."""
         return self.shard.nbytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the shards."""
+        return self.shard.dtype
+
+    @property
+    def aliased(self) -> bool:
+        """Whether the unsharded parameters, which exist, are the shards themselves."""
+        return self._whole is not None and self._whole.memory is None
 
     @property
     def is_meta(self) -> bool:
@@ -199,9 +209,9 @@ class Bucket:
         """Create the unsharded parameters, when the shards have values."""
         if self._whole is not None or self.is_meta:
             return
-        self.aliased = self.will_alias
+        aliased = self.will_alias
         with torch.inference_mode(False), torch.no_grad():
-            if self.aliased:
+            if aliased:
                 buffer, locals_ = self.shard, self.plan.own_views(self.shard)
                 # A write to the one is a write to the other, also for autograd.
                 counting = [p.sharded._local.detach() for p in self.params]
@@ -216,8 +226,8 @@ class Bucket:
             for param, local in zip(self.params, counting, strict=True):
                 param.make_unsharded(local)
             self._remember_writes()
-            pieces = [] if self.aliased else self.plan.pieces(locals_)
-            memory = None if self.aliased else ReturnableMemory(buffer, self._warning())
+            pieces = [] if aliased else self.plan.pieces(locals_)
+            memory = None if aliased else ReturnableMemory(buffer, self._warning())
             self._whole = _Whole(buffer, locals_, pieces, memory)
             self.free()
 
@@ -359,7 +369,7 @@ class Bucket:
     def _place(self, chunks: Sequence[Tensor]) -> None:
         """Copy this rank's chunks into a new shard buffer, and have the sharded parameters be views of it."""
         adjacent = None if self.params[0].sharded is None else self._adjacent(chunks)
-        self.shard = self._empty_shard(chunks[0].device) if adjacent is None else adjacent
+        self.shard = self._empty_shard(chunks[0]) if adjacent is None else adjacent
         with torch.no_grad():
             views = self.plan.own_views(self.shard)
             if adjacent is None and not self.is_meta:
@@ -388,10 +398,10 @@ class Bucket:
         own = zip(chunks, self.plan.own_views(found), strict=True)
         return found if all(chunk.data_ptr() == view.data_ptr() for chunk, view in own if chunk.numel()) else None
 
-    def _empty_shard(self, device: torch.device) -> Tensor:
-        if device.type == "meta":
-            return torch.empty(self.plan.own_size, dtype=self.dtype, device="meta")
-        shard = self.settings.empty_shard(self.plan.own_size, self.dtype)
+    def _empty_shard(self, like: Tensor) -> Tensor:
+        if like.device.type == "meta":
+            return like.new_empty(self.plan.own_size)
+        shard = self.settings.empty_shard(self.plan.own_size, like.dtype)
         return shard.zero_() if self.plan.padded else shard
 
     def _remember_shards(self) -> None:
@@ -408,25 +418,14 @@ class Bucket:
         empty = [p.sharded._local for p, at in zip(self.params, self._pointers, strict=True) if not at]
         return all(each.dtype is self.dtype and each.device == self.shard.device for each in empty)
 
-    def use_equal_sections(self) -> None:
-        """Pad chunks, so that all ranks' sections have equal length."""
-        if not self.equal:
-            self.equal = True
-            self.plan = self.plan_over(self.settings.mesh.shard, self.params)
-            self._whole, self.aliased = None, False
-            self.rebuild()
-            self.prepare()
-
     def rebuild(self) -> None:
         """Copy shards that have left the buffer (moved, materialised, loaded by assignment) into a new one."""
         locals_ = [p.sharded._local.detach() for p in self.params]
-        dtype = locals_[0].dtype
-        changed, self.dtype = self.dtype is not dtype, dtype
-        epoch = self.epoch
+        changed, epoch = self.dtype is not locals_[0].dtype, self.epoch
         self._place(locals_)
         self._epochs_before += max(0, epoch + 1 - self.epoch)
         if self._whole is not None and (self.aliased or changed or self.will_alias):
-            self._whole, self.aliased = None, False
+            self._whole = None
             self.prepare()
 
     def _write(self, i: int, values: Tensor) -> None:

@@ -18,10 +18,10 @@ from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.settings import Settings
 
 
-def bucket_of(params: Sequence[ShardedParameter], settings: Settings) -> Bucket:
+def bucket_of(params: Sequence[ShardedParameter], settings: Settings, equal: bool) -> Bucket:
     """A bucket that gathers as the settings say."""
     encodes = settings.gather_codec is not None and settings.mesh.shard.size > 1
-    return (EncodedBucket if encodes else Bucket)(params, settings)
+    return (EncodedBucket if encodes else Bucket)(params, settings, equal)
 
 
 def encoded(
@@ -50,9 +50,9 @@ def encoded(
 class EncodedBucket(Bucket):
     """A bucket that gathers what a codec makes of the shards."""
 
-    def __init__(self, params: Sequence[ShardedParameter], settings: Settings) -> None:
+    def __init__(self, params: Sequence[ShardedParameter], settings: Settings, equal: bool) -> None:
         self._known: dict[tuple[FlatPlan, torch.dtype], Encoded] = {}
-        super().__init__(params, settings)
+        super().__init__(params, settings, equal)
         _ = self._encoded  # so that what cannot be encoded raises at once
 
     @property

@@ -169,15 +169,13 @@ class Hooks(Codec):
 
 
 class ExtendedBucket(EncodedBucket):
-    """A bucket of such parameters. Each has its own memory."""
+    """A bucket of such parameters. Each has its own memory, and sections always have equal length."""
 
-    def __init__(self, params: Sequence[ShardedParameter], settings: Settings) -> None:
+    def __init__(self, params: Sequence[ShardedParameter], settings: Settings, equal: bool = True) -> None:
         self.params = tuple(params)
         self.settings = settings
-        self.equal = True
+        self._equal = True
         self.tag = FIRST_TAG
-        self.dtype = params[0].values.dtype
-        self.aliased = False
         self._epochs_before = 0
         self._filled: list[int] = []
         axis = settings.mesh.shard
@@ -289,9 +287,6 @@ class ExtendedBucket(EncodedBucket):
     def shards_intact(self) -> bool:
         return all(param.sharded._local is local for param, local in zip(self.params, self._locals, strict=True))
 
-    def use_equal_sections(self) -> None:
-        """They are."""
-
     def rebuild(self) -> None:
         epoch = self.epoch
         for hooks, former in zip(self._hooks, self._locals, strict=True):
@@ -304,7 +299,6 @@ class ExtendedBucket(EncodedBucket):
             if not hooks.is_made:
                 param.unsharded_local = local
         self._remember_shards()
-        self.dtype = self.shard.dtype
         self._epochs_before += max(0, epoch + 1 - self.epoch)
 
 

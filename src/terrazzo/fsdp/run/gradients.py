@@ -167,10 +167,6 @@ class Gradients:
             found = self._flats[params] = _Flat(params, plan, in_place, sent)
         return found
 
-    def replan(self) -> None:
-        """Make the plan again, because the bucket's sections have changed."""
-        self._flats.clear()
-
     def note_frozen(self, param: ShardedParameter, in_backward: bool) -> None:
         """Leave room for a parameter that was frozen now, until the gradients that it may have are reduced.
 
@@ -242,6 +238,9 @@ class Gradients:
                 if param in each._frozen:
                     self._frozen.add(param)
                 self.waiting = self.waiting or (each.waiting and param in each.bucket.params)
+        for each in former:
+            if each._partial is not None and set(self.bucket.params).issuperset(each._partial[0].params):
+                self._partial = each._partial
 
     # ------------------------------------------------------------------ with communication
 

@@ -77,13 +77,14 @@ class Unit:
         """Put the parameters of each mesh and dtype into a bucket, with what `former` have accumulated for them."""
         alike: dict[tuple[bool, DataMesh, torch.dtype, str], list[ShardedParameter]] = {}
         # The groups' meshes are equal, though not the same objects; some parameters may have another one.
+        equal = not all(group.options.usual for group in self.groups)  # custom communication expects that
         meshes = {group.settings.mesh: self.settings.mesh for group in self.groups}
         for param in self.params:
             mesh, values = meshes.get(param.mesh, param.mesh), param.values
             key = is_extended(values), mesh, values.dtype, values.device.type
             alike.setdefault(key, []).append(param)
         self.buckets: tuple[Bucket, ...] = tuple(
-            (ExtendedBucket if key[0] else bucket_of)(alike[key], self._settings_on(key[1]))
+            (ExtendedBucket if key[0] else bucket_of)(alike[key], self._settings_on(key[1]), equal)
             for key in sorted(alike, key=itemgetter(0))
         )
         for (extended, mesh, *_), members in alike.items():
@@ -293,11 +294,9 @@ class Unit:
         local = tensor._local if isinstance(tensor, DTensor) else tensor
         return any(bucket.owns(local) for bucket in self.buckets)
 
-    def use_equal_sections(self) -> None:
-        """Pad sections to equal length, for custom communication. Called while parameters are sharded."""
-        for bucket, gradients in zip(self.buckets, self.gradients, strict=True):
-            bucket.use_equal_sections()
-            gradients.replan()
+    def arrange_again(self) -> None:
+        """Put the parameters into new buckets, because communication has changed. Called while they are sharded."""
+        self._arrange(self.gradients)
         self._prepared = False
 
     # ------------------------------------------------------------------ gathers
