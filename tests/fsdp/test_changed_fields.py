@@ -12,11 +12,10 @@ import terrazzo.fsdp
 # are left; a new one needs a reason.
 MOST = {
     "Backward": 1,
-    "Bucket": 11,
-    "Checker": 2,
+    "Bucket": 7,
     "Course": 3,
     "Executor": 6,
-    "ExtendedBucket": 5,
+    "ExtendedBucket": 4,
     "Registration": 3,
     "Gradients": 5,
     "Group": 6,
@@ -78,7 +77,7 @@ def test_few_fields_are_changed_after_construction():
     found = changed_fields(Path(terrazzo.fsdp.__file__).parent)
     more = {name: names for name, names in found.items() if len(names) > MOST.get(name, 0)}
     assert not more, "what can be a value, should be"
-    assert sum(map(len, found.values())) <= sum(MOST.values()) == 77
+    assert sum(map(len, found.values())) <= sum(MOST.values()) == 70
 
 
 def test_what_counts(tmp_path):

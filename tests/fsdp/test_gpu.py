@@ -12,7 +12,7 @@ from torch import nn
 from device_ranks import run_on_devices
 from late_ranks import run_late
 from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, report
-from terrazzo.fsdp.plan.check import sizes_of
+from terrazzo.fsdp.plan.memory import sizes_of
 from terrazzo.fsdp.plan.operations import Kind, Operation
 from terrazzo.fsdp.run.executor import Executor
 from terrazzo.tensor import init_device_mesh

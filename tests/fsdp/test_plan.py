@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp.compare import Model, apart, batches, loss_of, mine, shard_blocks
+from fsdp.plan_checker import PlanError, check
 from ranks import run_ranks
 from terrazzo.errors import FSDPError
-from terrazzo.fsdp import MixedPrecisionPolicy, PlanError, explain, report, trace
+from terrazzo.fsdp import MixedPrecisionPolicy, explain, report, trace
 from terrazzo.fsdp.group import group_of
-from terrazzo.fsdp.plan.check import check
 from terrazzo.fsdp.plan.operations import HANDED_OVER, Buffer, Kind, Operation, Stream, collectives
 from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.plan.units import Sizes, Spec, UnitSpec

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from fsdp.compare import Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks, train_alike
+from fsdp.plan_checker import Checker, PlanError
 from ranks import run_ranks
 from terrazzo.comm.flat import FlatPlan
-from terrazzo.fsdp import PlanError, fully_shard
+from terrazzo.fsdp import fully_shard
 from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.plan import planner
-from terrazzo.fsdp.plan.check import Checker
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation, Stream
 from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.run import bucket, root, streams

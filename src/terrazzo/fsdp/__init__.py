@@ -9,7 +9,6 @@ from terrazzo.fsdp.explain import explain
 from terrazzo.fsdp.meshes import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from terrazzo.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from terrazzo.fsdp.pipelining import register_fsdp_pipeline_stage
-from terrazzo.fsdp.plan.check import PlanError
 from terrazzo.fsdp.plan.operations import Operation
 from terrazzo.fsdp.plan.step import Plan
 from terrazzo.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -36,7 +35,6 @@ __all__ = [
     "OffloadPolicy",
     "Operation",
     "Plan",
-    "PlanError",
     "ReduceScatter",
     "Report",
     "ShardPlacementResult",

@@ -2,8 +2,8 @@
 
     print(terrazzo.fsdp.report(model))
 
-The numbers follow from shapes, dtypes and the plan. Activations and optimizer state are not included; optimizer state
-is proportional to the shards.
+The numbers follow from shapes, dtypes and the plan of `explain`. Activations and optimizer state are not included;
+optimizer state is proportional to the shards.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Final
 import msgspec
 from torch import nn
 
-from terrazzo.fsdp.explain import sharded
-from terrazzo.fsdp.plan.units import Sizes, Spec
+from terrazzo.fsdp.explain import explain, sharded
+from terrazzo.fsdp.plan.memory import peak_of
+from terrazzo.fsdp.plan.units import Spec
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.layout.drawing import table_html
 
@@ -32,11 +33,9 @@ class GroupReport(msgspec.Struct, frozen=True):
     gathered: int  # the buffer of a gather, until it is copied out
     gradients: int  # as backward computes them
     reduce_buffer: int  # the buffers of the reduction
-    under_way: int  # buffers of reductions while the next group's backward computes: on accelerators they overlap
     moved_forward: int  # sent by a rank in forward, on average
     moved_backward: int  # gathering again, and reducing
     kept: int  # of the unsharded parameters, between forward and backward
-    within: tuple[str, ...] = ()  # groups of modules that contain this one's, which are unsharded at the same time
     together: tuple[str, ...] = ()  # the names of its groups
 
     @property
@@ -49,6 +48,7 @@ class Report(msgspec.Struct, frozen=True):
     """All groups of a model, in the order of its modules."""
 
     groups: list[GroupReport]
+    peak: int  # of parameters, gradients and buffers in the planned step
     coalesce_bytes: int = 0  # of unsharded parameters that are gathered and reduced in one message, at most
 
     @property
@@ -60,34 +60,6 @@ class Report(msgspec.Struct, frozen=True):
     def moved(self) -> int:
         """Bytes that a rank sends in a step, on average."""
         return sum(group.moved for group in self.groups)
-
-    @property
-    def peak(self) -> int:
-        """Peak bytes of parameters, gradients and buffers, if groups run in their order."""
-        return self.held + max(self._transient(), default=0)
-
-    def _transient(self) -> list[int]:
-        """Temporary bytes at each group: in forward, in backward, while packing and while reducing."""
-        groups = self.groups
-        by_name = {group.name: group for group in groups}
-        moments = []
-        for i, group in enumerate(groups):
-            around = [by_name[name] for name in group.within]
-            kept = sum(each.kept for each in groups[:i] if each.name not in group.within)
-            after = groups[i + 1].gathered if i + 1 < len(groups) else 0
-            last = groups[i - 1] if i else None
-            stays = last is None or last.name in group.within or last.kept == last.unsharded
-            before = 0 if last is None or stays else last.gathered
-            forward = kept + sum(each.unsharded for each in around)
-            reducing = groups[i + 1].under_way if i + 1 < len(groups) else 0
-            backward = forward + sum(each.gradients for each in around) + before + reducing
-            moments += [
-                forward + group.unsharded + max(after, group.gathered),  # and filling from what was gathered
-                backward + group.unsharded + group.gradients,
-                backward + group.gradients + group.reduce_buffer,
-                backward + 2 * group.reduce_buffer,
-            ]
-        return moments
 
     def __str__(self) -> str:
         rows = [_TITLES, *self._rows()]
@@ -131,27 +103,14 @@ def report(model: nn.Module) -> Report:
         model: The root module.
     """
     _, root = sharded(model, "report")
-    spec = root.spec()
-    inside = set(model.modules())
-    units = [unit for unit in root.units if unit.params and inside.intersection(unit.modules)]
-    around = _units_around(model, units)
-    return Report([_group_report(unit, spec, around[unit]) for unit in units], root.coalesce_bytes)
+    plan, inside = explain(model), set(model.modules())
+    units = {unit.index: unit for unit in root.units if unit.params and inside.intersection(unit.modules)}
+    groups = [_group_report(unit, plan.spec) for unit in units.values()]
+    peak = peak_of([each for each in plan.operations if each.unit in units], plan.spec)
+    return Report(groups, sum(group.held for group in groups) + peak, root.coalesce_bytes)
 
 
-def _units_around(model: nn.Module, units: list[Unit]) -> dict[Unit, list[Unit]]:
-    """For each unit the other units that are unsharded while it runs, because their modules contain it."""
-    position = {module: i for i, module in enumerate(model.modules())}
-    spans = {}
-    for unit in units:
-        covered = [position[inner] for module in unit.modules if module in position for inner in module.modules()]
-        spans[unit] = (min(covered), max(covered))
-    return {
-        unit: [other for other in units if other is not unit and spans[other][0] <= spans[unit][0] <= spans[other][1]]
-        for unit in units
-    }
-
-
-def _group_report(unit: Unit, spec: Spec, around: list[Unit]) -> GroupReport:
+def _group_report(unit: Unit, spec: Spec) -> GroupReport:
     own = spec.units[unit.index]
     sizes = own.sizes
     assert sizes is not None
@@ -170,20 +129,11 @@ def _group_report(unit: Unit, spec: Spec, around: list[Unit]) -> GroupReport:
         gathered=sizes.sent + sizes.arriving,
         gradients=sizes.gradients,
         reduce_buffer=sizes.packed,
-        under_way=_under_way(sizes, own.reduce_buffers, spec.streams),
         moved_forward=sizes.gather_moves,
         moved_backward=again + sizes.reduce_moves + (sizes.all_reduce_moves if own.all_reduce else 0),
         kept=kept,
-        within=tuple(each.name for each in around),
         together=tuple(group.name for group in unit.groups),
     )
-
-
-def _under_way(sizes: Sizes, buffers: int, streams: bool) -> int:
-    """The bytes of reductions that run while the next group's backward computes."""
-    if not streams:  # packed and received buffers, beyond the one that is counted anyhow
-        return 2 * (buffers - 1) * sizes.packed + sizes.result
-    return buffers * sizes.packed + (buffers + 1) * sizes.reduced + sizes.result
 
 
 def _size(nbytes: int) -> str:

@@ -6,7 +6,7 @@ not exist, they are the numbers of the operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 import msgspec
@@ -15,8 +15,8 @@ from torch import nn
 
 from terrazzo.comm.axis import Axis
 from terrazzo.fsdp.explain import explain, sharded
-from terrazzo.fsdp.plan.check import sizes_of
-from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
+from terrazzo.fsdp.plan.memory import Memory, sizes_of
+from terrazzo.fsdp.plan.operations import Kind, Operation
 from terrazzo.fsdp.report import report
 from terrazzo.fsdp.run.root import Root
 
@@ -57,7 +57,6 @@ class Timeline(msgspec.Struct, frozen=True):
         replicas: for each group the mesh dims along which it is replicated, or "".
         held: bytes of shards and their gradients.
         bound: the peak of `report`, in bytes.
-        further: bytes on CPU beyond `bound` for small groups that are gathered ahead or still in reduction.
         operations: the operations, in the order in which the host started them.
         collectives: collectives of the program itself, in the order in which the host started them; none in a plan.
     """
@@ -72,7 +71,6 @@ class Timeline(msgspec.Struct, frozen=True):
     replicas: list[str]
     held: int
     bound: int
-    further: int = 0
     operations: list[Operation] = []
     collectives: list[Collective] = []
 
@@ -104,7 +102,6 @@ def frame_of(root: Root) -> Timeline:
         replicas=[_distinct(mesh.replicate for mesh in each) for each in meshes],
         held=said.held,
         bound=said.peak,
-        further=0 if spec.streams else 2 * spec.overlapped,
     )
 
 
@@ -128,21 +125,3 @@ def timeline(model: nn.Module) -> Timeline:
         backward = (backward or begins) and each.kind is not Kind.WRITE
         found.append(memory.during(replace(each, begin=float(number), end=float(number + 1), backward=backward)))
     return msgspec.structs.replace(frame_of(root), operations=found)
-
-
-class Memory:
-    """The memory of buffers that are in use, while operations run one after the other."""
-
-    def __init__(self, sizes: Mapping[Buffer, int]) -> None:
-        self._sizes = sizes
-        self._live: set[Buffer] = set()
-
-    def during(self, operation: Operation) -> Operation:
-        """The operation, which runs now, with the memory in use."""
-        self._live.update(operation.takes)
-        memory = self._in_use()
-        self._live.difference_update(operation.gives)
-        return replace(operation, memory=memory, after=self._in_use())
-
-    def _in_use(self) -> int:
-        return sum([self._sizes.get(buffer, 0) for buffer in self._live])

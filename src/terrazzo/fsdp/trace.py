@@ -24,12 +24,12 @@ from terrazzo._torch.autograd import in_backward
 from terrazzo.comm import CommEvent, add_observer, observe, remove_observer
 from terrazzo.comm.axis import Axis
 from terrazzo.fsdp.explain import sharded
-from terrazzo.fsdp.plan.check import sizes_of
+from terrazzo.fsdp.plan.memory import Memory, sizes_of
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
 from terrazzo.fsdp.plan.step import lines_of
 from terrazzo.fsdp.run.root import Root
 from terrazzo.fsdp.run.unit import Unit
-from terrazzo.fsdp.timeline import Collective, Memory, Timeline, frame_of
+from terrazzo.fsdp.timeline import Collective, Timeline, frame_of
 
 # Operations in which shards may be written: with what users wrote to unsharded parameters, or in hooks on gradients.
 _WRITE = frozenset([Kind.FREE, Kind.KEEP, Kind.HAND_OVER])

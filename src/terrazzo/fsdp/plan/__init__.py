@@ -6,5 +6,5 @@ state        the planner's state, and the events
 planner      the pure function from a state and an event to operations and the next state
 course       the order of a backward, the same on all ranks
 step         the plan of a whole step, and its text
-check        proves that a plan, or a recorded step, has no races and stays within its memory
+memory       how much memory is in use while operations run
 """

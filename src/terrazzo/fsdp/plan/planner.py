@@ -156,7 +156,7 @@ class _Planner:
                 self._gather(other, "prefetch")
         else:
             self._look_ahead(tuple(other for other in before if self.spec.units[other].unshard_in_backward))
-        self._use(unit)
+        self._use(unit, takes="gradients" if spec.trainable else "")  # the first may be there at once
 
     def reach_end(self, unit: int) -> None:
         self._begin_backward()
@@ -270,10 +270,12 @@ class _Planner:
         uses = "gathered -> unsharded"
         self._emit(Kind.COPY_OUT, unit, uses, takes="unsharded", gives=given, waits=gathered, records=COPIED)
 
-    def _use(self, unit: int) -> None:
+    def _use(self, unit: int, takes: str = "") -> None:
         """Forward or backward computes with the unit's parameters."""
-        if self.where[unit] is Where.UNSHARDED:
-            self._emit(Kind.USE, unit, "shard" if self.spec.units[unit].aliased else "unsharded")
+        there = self.where[unit] is Where.UNSHARDED
+        if there or takes:
+            used = "shard" if self.spec.units[unit].aliased else "unsharded"
+            self._emit(Kind.USE, unit, used if there else "", takes=takes)
 
     def _used(self, unit: int) -> None:
         """Backward has computed the unit's gradients."""

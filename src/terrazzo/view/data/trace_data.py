@@ -175,7 +175,6 @@ def trace_data(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
                 "world": each.world,
                 "held": each.held,
                 "bound": each.bound,
-                "further": each.further,
                 "spans": [
                     [s.lane, s.what, s.groups, s.begin * unit + later, s.end * unit + later, s.bytes, s.backward]
                     for s in spans_of(each)

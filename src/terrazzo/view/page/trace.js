@@ -32,7 +32,6 @@ export function tracePage(page, data) {
       ["ranks", `${runsText(numbers)} of ${first.world}`],
       ["held", bytesText(first.held)],
       ["bound by report", bytesText(first.bound)],
-      ["of small groups beyond it, up to", first.further ? bytesText(first.further) : null],
       ["most at once", bytesText(Math.max(...data.ranks.map((each) => Math.max(...each.memory.map(([, bytes]) => bytes)))))],
       ["sent by a rank", bytesText(first.moved.reduce((sum, [, , , bytes]) => sum + bytes, 0))],
     ]),

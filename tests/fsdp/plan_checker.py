@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from terrazzo.errors import FSDPError
+from terrazzo.fsdp.plan.memory import sizes_of
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation, Stream
 from terrazzo.fsdp.plan.units import Spec
 
 _PERSISTENT = frozenset(["shard", "shard gradients"])
-_TEMPORARY = "sent", "gathered", "unsharded", "kept", "gradients", "accumulated", "packed", "reduced", "result"
 
 Clock = dict[str, int]
 
@@ -157,18 +157,3 @@ def check_epoch(operation: Operation, epochs: dict[int, int], gathered: dict[int
         used, shards = gathered.get(unit, -1), epochs.get(unit, -1)
         if used != shards:
             raise PlanError(f"{operation}: uses parameters of epoch {used}, but the shards are at epoch {shards}")
-
-
-def sizes_of(spec: Spec) -> dict[Buffer, int]:
-    """The bytes of all temporary buffers."""
-    found: dict[Buffer, int] = {}
-    for i, unit in enumerate(spec.units):
-        if unit.sizes is None:
-            continue
-        for kind in _TEMPORARY:
-            found[Buffer(kind, i)] = getattr(unit.sizes, kind)
-        found[Buffer("partial", i)] = unit.sizes.reduced
-    return found
-
-
-__all__ = ["Checker", "PlanError", "check", "check_epoch", "sizes_of"]
