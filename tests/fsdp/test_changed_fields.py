@@ -12,10 +12,10 @@ import terrazzo.fsdp
 # are left; a new one needs a reason.
 MOST = {
     "Backward": 1,
-    "Bucket": 7,
+    "Bucket": 6,
     "Course": 3,
     "Executor": 6,
-    "ExtendedBucket": 4,
+    "ExtendedBucket": 3,
     "Registration": 3,
     "Gradients": 5,
     "Group": 6,
@@ -25,7 +25,7 @@ MOST = {
     "Root": 10,
     "ShardedParameter": 6,
     "Streams": 1,
-    "Unit": 11,
+    "Unit": 10,
     "_Planner": 1,
 }
 
@@ -77,7 +77,7 @@ def test_few_fields_are_changed_after_construction():
     found = changed_fields(Path(terrazzo.fsdp.__file__).parent)
     more = {name: names for name, names in found.items() if len(names) > MOST.get(name, 0)}
     assert not more, "what can be a value, should be"
-    assert sum(map(len, found.values())) <= sum(MOST.values()) == 70
+    assert sum(map(len, found.values())) <= sum(MOST.values()) == 67
 
 
 def test_what_counts(tmp_path):

@@ -95,8 +95,7 @@ class Recorded:
 TOUCHED: dict[str, tuple[str, str, str, str]] = {
     "gather": ("shard", "gathered", "gathered", ""),
     "gather_kept": ("kept", "gathered", "gathered", ""),
-    "copy_out": ("gathered", "unsharded", "unsharded", "gathered"),
-    "copy_out_kept": ("gathered", "unsharded", "unsharded", "gathered kept"),
+    "copy_out": ("gathered", "unsharded", "unsharded", "gathered kept"),
     "free": ("", "", "", "unsharded kept"),
     "keep": ("unsharded", "kept", "kept", "unsharded"),
     "discard": ("", "", "", "gathered"),

@@ -25,10 +25,10 @@ from terrazzo.comm.axis import Axis
 from terrazzo.comm.flat import FlatPlan, has_many, worth_padding
 from terrazzo.comm.in_place import GatherInPlace, InPlace
 from terrazzo.comm.pending import Pending
-from terrazzo.comm.sections import FIRST_TAG
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
 from terrazzo.fsdp.plan.units import Sizes
+from terrazzo.fsdp.run.comm import Comm
 from terrazzo.fsdp.run.memory import ReturnableMemory
 from terrazzo.fsdp.settings import Settings
 
@@ -76,7 +76,6 @@ class Bucket:
         self._place(values)
         self._seen = _Seen([], [], -1)
         self._filled: list[int] = []  # the shards' version counters when the unsharded parameters got their values
-        self.tag = FIRST_TAG  # of its messages; the next one is that of its gradients
         self._in_place: dict[tuple[FlatPlan, torch.dtype], InPlace | None] = {}
 
     def plan_over(self, axis: Axis, params: Sequence[ShardedParameter], extra: int = 0) -> FlatPlan:
@@ -157,12 +156,16 @@ class Bucket:
             self._in_place[key] = InPlace(self.plan, itemsize) if suits else None
         return self._in_place[key]
 
-    def gather_in_place(self) -> GatherInPlace:
+    def gather(self, comm: Comm, tag: int) -> Pending[Tensor]:
+        """Start to gather the sections of all ranks."""
+        return comm.gather(self.to_send(self.shard), self.gather_plan, self.settings.mesh.shard, tag)
+
+    def gather_in_place(self, tag: int) -> GatherInPlace:
         """Start to gather into the unsharded parameters."""
         how = self.in_place()
         assert how is not None
         self.take()
-        return how.gather(self.to_send(self.shard), self._pieces, self.settings.mesh.shard, self.tag)
+        return how.gather(self.to_send(self.shard), self._pieces, self.settings.mesh.shard, tag)
 
     # ------------------------------------------------------------------ epochs
 

@@ -152,8 +152,6 @@ class Executor:
         unit = self._units[operation.unit]
         if kind is Kind.GATHER:
             return _noted(unit.gather_kept if operation.is_inner else unit.gather, self.watch, unit, "unshard")
-        if kind is Kind.COPY_OUT and any(buffer.kind == "kept" for buffer in operation.gives):
-            return unit.copy_out_kept
         call: Call = getattr(unit, kind.name.lower())
         if kind is Kind.REDUCE:
             return _noted(call, self.watch, unit, "reduce")

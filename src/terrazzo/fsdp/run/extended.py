@@ -30,7 +30,6 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.codecs import Codec
 from terrazzo.comm.flat import FlatPlan, Shape
 from terrazzo.comm.pending import Pending
-from terrazzo.comm.sections import FIRST_TAG
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
 from terrazzo.fsdp.run.encoded import EncodedBucket
@@ -175,7 +174,6 @@ class ExtendedBucket(EncodedBucket):
         self.params = tuple(params)
         self.settings = settings
         self._equal = True
-        self.tag = FIRST_TAG
         self._epochs_before = 0
         self._filled: list[int] = []
         axis = settings.mesh.shard

@@ -127,7 +127,7 @@ class Gradients:
             return made
         plan, sent, replicate = flat.plan, flat.encoded, mesh.replicate
         section = plan.own_size * itemsize
-        divided = self._division_of(torch.empty(0, dtype=self.dtype, device=mesh.device), plan).after is not None
+        divided = self._division_of(plan).after is not None
         converted = bucket.dtype is not self.dtype
         return made._replace(
             packed=plan.total * itemsize if sent is None else sent.plan.total,
@@ -262,44 +262,41 @@ class Gradients:
             reached = torch.ones(plan.extra, dtype=self.dtype, device=device)
             if running.missing:
                 reached[running.missing] = 0
+        division = self._division_of(plan)
+        if division.before is not None and (flat.encoded is not None or self._sends_in_place(flat)):
+            wholes = list(torch._foreach_div(wholes, division.before))
+        packed = unpacked = None
         if flat.encoded is not None:
-            division = self._division_of(wholes[0].new_empty(0, dtype=self.dtype), plan)
-            if division.before is not None:
-                wholes = list(torch._foreach_div(wholes, division.before))
-            self._running = running._replace(packed=flat.encoded.pack(wholes, reached), division=division)
-            return
-        if flat.in_place is not None and self.options.usual:
-            self._running = running._replace(unpacked=([whole.to(self.dtype) for whole in wholes], reached))
-            return
-        packed = empty_to_reduce(self.options, plan.total, self.dtype, device, self.reduce_axis)
-        plan.pack(wholes, packed, reached)
-        self._running = running._replace(packed=packed)
-
-    def reduce(self, comm: Comm) -> None:
-        """Start the reduce-scatter."""
-        running = self._running
-        if running is None:
-            return
-        flat, packed, axis, tag = running.flat, running.packed, self.reduce_axis, self.bucket.tag + 1
-        if running.unpacked is not None and flat.in_place is not None:
-            wholes, reached = running.unpacked
-            division = self._division_of(wholes[0], flat.plan)
-            if division.before is not None:
-                wholes = list(torch._foreach_div(wholes, division.before))
-            op = division.shards
-            assert isinstance(op, str)
-            pending = flat.in_place.reduce(wholes, reached, axis, op, tag)
-        elif flat.encoded is not None:
-            assert packed is not None
-            division = running.division
-            pending = flat.encoded.reduce(packed, axis, self.dtype, division.shards)
+            packed = flat.encoded.pack(wholes, reached)
+        elif self._sends_in_place(flat):
+            unpacked = [whole.to(self.dtype) for whole in wholes], reached
         else:
-            assert packed is not None
-            division = self._division_of(packed, flat.plan)
+            packed = empty_to_reduce(self.options, plan.total, self.dtype, device, self.reduce_axis)
+            plan.pack(wholes, packed, reached)
             if division.before is not None:
                 packed.div_(division.before)
-            pending = comm.reduce(packed, flat.plan, axis, division.shards, tag)
-        self._running = running._replace(unpacked=None, division=division, pending=pending)
+        self._running = running._replace(packed=packed, unpacked=unpacked, division=division)
+
+    def _sends_in_place(self, flat: _Flat) -> bool:
+        """Whether gradients are sent from where they are."""
+        return flat.in_place is not None and self.options.usual
+
+    def reduce(self, comm: Comm, tag: int) -> None:
+        """Start the reduce-scatter."""
+        running, axis = self._running, self.reduce_axis
+        if running is None:
+            return
+        flat, packed, op = running.flat, running.packed, running.division.shards
+        if running.unpacked is not None and flat.in_place is not None:
+            assert isinstance(op, str)
+            pending = flat.in_place.reduce(*running.unpacked, axis, op, tag)
+        elif flat.encoded is not None:
+            assert packed is not None
+            pending = flat.encoded.reduce(packed, axis, self.dtype, op)
+        else:
+            assert packed is not None
+            pending = comm.reduce(packed, flat.plan, axis, op, tag)
+        self._running = running._replace(unpacked=None, pending=pending)
 
     @property
     def reduce_axis(self) -> Axis:
@@ -307,10 +304,10 @@ class Gradients:
         axis = self.bucket.settings.mesh.shard
         return self.options.reduce_axes.get(axis, axis)
 
-    def _division_of(self, like: Tensor, plan: FlatPlan) -> Division:
-        """How tensors like this with this plan are divided and reduced."""
-        mesh, options, axis = self.bucket.settings.mesh, self.options, self.reduce_axis
-        ways = ways_to_reduce(options, axis, like)
+    def _division_of(self, plan: FlatPlan) -> Division:
+        """How gradients with this plan are divided and reduced."""
+        mesh, options = self.bucket.settings.mesh, self.options
+        ways = ways_to_reduce(options, self.reduce_axis, torch.empty(0, dtype=self.dtype, device=mesh.device))
         if ways is Ways.NATIVE and plan.ragged:  # a ragged plan is not reduced by the backend's reduce-scatter
             ways = Ways.SUMS
         replicas = 1 if mesh.replicate is None else mesh.replicate.size

@@ -72,7 +72,9 @@ class Kept:
         own = zip(self._part.faces, self._part.views, self._part.versions, strict=True)
         return any(face._local.data_ptr() != view.data_ptr() or writes_to(face._local) != n for face, view, n in own)
 
-    def gather(self, comm: Comm) -> Pending[Tensor]:
+    aliased = False  # a bucket whose shards are its parameters keeps none
+
+    def gather(self, comm: Comm, tag: int) -> Pending[Tensor]:
         """Start to gather the parts of the smaller mesh's ranks."""
         part = self._part
         assert part is not None
@@ -80,7 +82,7 @@ class Kept:
             for face, view in zip(part.faces, part.views, strict=True):
                 if face._local.data_ptr() != view.data_ptr():  # users have set its `.data`
                     view.copy_(face._local)
-        return comm.gather(part.buffer, self._plan, self._axis, self._bucket.tag)
+        return comm.gather(part.buffer, self._plan, self._axis, tag)
 
     def receive(self, pending: Pending[Tensor]) -> None:
         """Wait for that gather, and fill the unsharded parameters."""

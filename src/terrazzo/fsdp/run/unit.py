@@ -56,12 +56,11 @@ class Unit:
         self.settings, self.inner = first.settings, first.inner
         self.modules = tuple(module for group in groups for module in group.modules)
         self.params = tuple(param for group in groups for param in group.params)
-        self.name = first.name  # for messages, when it has a root
         self.index = 0  # the number of its first group among those of the root
         self._wiring = _Wiring(FIRST_TAG, Collectives(), False)
         former = {group.unit: None for group in groups if group.unit is not None}
         self._arrange([gradients for unit in former for gradients in unit.gradients])
-        self._pending: list[Pending[Tensor]] = []
+        self._pending: list[tuple[Bucket | Kept, Pending[Tensor]]] = []
         self.gathered_epoch = -1  # the shards' epoch at the last gather
         self._saved_epoch = -1  # after writes to the unsharded parameters were last copied to the shards
         self._remarked: set[str] = set()  # parameters that were written to in a step, of which users know
@@ -96,20 +95,23 @@ class Unit:
         self.gradients = tuple(Gradients(bucket, self.groups[0]) for bucket in self.buckets)
         for gradients in self.gradients:
             gradients.take_over(former)
-        self._set_tags()
 
     def belong_to(self, root: int, index: int, comm: Comm, waits_at_once: bool) -> None:
         """Take the number of the root, its own place there, and the collectives to use. `waits_at_once` is whether to
         wait on the stream where a collective was started, not where its result is used."""
-        more = len(self.groups) - 1
-        self.name = f"{self.groups[0].name} and {more} more" if more else self.groups[0].name
         self.index = index
         self._wiring = _Wiring(FIRST_TAG + root % 4096 * (1 << 17) + index % (1 << 13) * 16, comm, waits_at_once)
-        self._set_tags()
 
-    def _set_tags(self) -> None:
-        for i, bucket in enumerate(self.buckets):
-            bucket.tag = self._wiring.tag + i % 8 * 2
+    @property
+    def _tags(self) -> list[int]:
+        """For each bucket the tag of its gather; the next one is that of its reduction."""
+        return [self._wiring.tag + i % 8 * 2 for i in range(len(self.buckets))]
+
+    @property
+    def name(self) -> str:
+        """For messages, when it has a root."""
+        more = len(self.groups) - 1
+        return f"{self.groups[0].name} and {more} more" if more else self.groups[0].name
 
     @property
     def resting(self) -> bool:
@@ -310,40 +312,33 @@ class Unit:
                 if not bucket.aliased:
                     bucket.count_new_values()
         if self.in_place:
-            self._pending = [bucket.gather_in_place() for bucket in self.buckets]
-            return
-        self._pending = [self._begin(bucket) for bucket in self.buckets if not bucket.aliased]
-        self._wait_if_at_once()
+            both = zip(self.buckets, self._tags, strict=True)
+            self._pending = [(bucket, bucket.gather_in_place(tag)) for bucket, tag in both]
+        else:
+            self._gather_from(self.buckets)
 
     def gather_kept(self) -> None:
         """Start to gather the kept parts over smaller meshes, and the shards of parameters without one."""
-        self._pending = [
-            self._begin(bucket) if kept is None else kept.gather(self._wiring.comm)
-            for bucket, kept in zip(self.buckets, self._kept, strict=True)
-            if not bucket.aliased
-        ]
-        self._wait_if_at_once()
+        both = zip(self.buckets, self._kept, strict=True)
+        self._gather_from([bucket if kept is None else kept for bucket, kept in both])
 
-    def _begin(self, bucket: Bucket) -> Pending[Tensor]:
-        return self._wiring.comm.gather(
-            bucket.to_send(bucket.shard), bucket.gather_plan, bucket.settings.mesh.shard, bucket.tag
-        )
-
-    def _wait_if_at_once(self) -> None:
+    def _gather_from(self, sources: Sequence[Bucket | Kept]) -> None:
+        comm = self._wiring.comm
+        both = zip(sources, self._tags, strict=True)
+        self._pending = [(source, source.gather(comm, tag)) for source, tag in both if not source.aliased]
         if self._wiring.waits_at_once:
-            for one in self._pending:
+            for _, one in self._pending:
                 one.wait()
 
     def copy_out(self) -> None:
         """Wait for the gather, fill the unsharded parameters, and register them."""
         self.check_ready()  # here, because shards that are used directly are not gathered
-        gathered = iter(self._pending)
-        new = any(isinstance(bucket, ExtendedBucket) and not bucket.knows_sizes for bucket in self.buckets)
-        for bucket in self.buckets:
-            if not bucket.aliased:
-                bucket.receive(next(gathered))
+        # Whether the sizes of what is gathered become known now.
+        self._flags_changed |= any(isinstance(each, ExtendedBucket) and not each.knows_sizes for each in self.buckets)
+        for source, pending in self._pending:
+            source.receive(pending)
         self._pending = []
-        self._flags_changed |= new  # now the sizes of what is gathered are known
+        self._drop_kept()
         self.show_unsharded()
 
     def show_unsharded(self) -> None:
@@ -373,16 +368,6 @@ class Unit:
     def has_sharded_gradients(self) -> bool:
         """Whether a sharded parameter has a gradient."""
         return any(param.sharded._local.grad is not None for param in self.params)
-
-    def copy_out_kept(self) -> None:
-        """`copy_out` after `gather_kept`."""
-        gathered = iter(self._pending)
-        for bucket, kept in zip(self.buckets, self._kept, strict=True):
-            if not bucket.aliased:
-                (bucket if kept is None else kept).receive(next(gathered))
-        self._pending = []
-        self._drop_kept()
-        self.show_unsharded()
 
     def free(self) -> bool:
         """Free the unsharded parameters' memory, and register the sharded ones; returns whether shards may have been
@@ -441,7 +426,7 @@ class Unit:
         with ExitStack() as also_if_one_raises:
             for bucket in self.buckets:  # they have memory if the gather was in place
                 also_if_one_raises.callback(bucket.free)
-            for one in pending:
+            for _, one in pending:
                 also_if_one_raises.callback(one.wait)
 
     # ------------------------------------------------------------------ gradients
@@ -478,8 +463,8 @@ class Unit:
             gradients.pack()
 
     def reduce(self) -> None:
-        for gradients in self.gradients:
-            gradients.reduce(self._wiring.comm)
+        for gradients, tag in zip(self.gradients, self._tags, strict=True):
+            gradients.reduce(self._wiring.comm, tag + 1)
             if self._wiring.waits_at_once:
                 gradients.wait()
 
