@@ -23,7 +23,7 @@ MOST = {
     "Kept": 1,
     "ReturnableMemory": 1,
     "Root": 10,
-    "ShardedParameter": 6,
+    "ShardedParameter": 5,
     "Streams": 1,
     "Unit": 10,
     "_Planner": 1,
@@ -77,7 +77,7 @@ def test_few_fields_are_changed_after_construction():
     found = changed_fields(Path(terrazzo.fsdp.__file__).parent)
     more = {name: names for name, names in found.items() if len(names) > MOST.get(name, 0)}
     assert not more, "what can be a value, should be"
-    assert sum(map(len, found.values())) <= sum(MOST.values()) == 67
+    assert sum(map(len, found.values())) <= sum(MOST.values()) == 66
 
 
 def test_what_counts(tmp_path):

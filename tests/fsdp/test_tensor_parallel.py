@@ -47,6 +47,7 @@ def parallel(model: Stack, placement: object = None) -> Stack:
     mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
     for layer in model.layers:
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        layer.up.weight.owner = "user"
         fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=True, shard_placement_fn=placement)
     return fully_shard(model, mesh=mesh["dp"])
 
@@ -87,7 +88,7 @@ def check_order() -> None:
     parallel(model)
     up = model.layers[0].up.weight
     mesh = up.device_mesh
-    assert mesh.mesh_dim_names == ("dp", "tp") and up.shape == (12, 6)
+    assert mesh.mesh_dim_names == ("dp", "tp") and up.shape == (12, 6) and up.owner == "user"
     assert str(list(up.placements)) == "[_StridedShard(dim=0, sf=2), Shard(dim=0)]", "as PyTorch's fully_shard shows it"
     dp, tp = mesh.get_coordinate()
     expected = whole["layers.0.up.weight"].chunk(2)[tp].chunk(2)[dp]
@@ -104,6 +105,7 @@ def check_order() -> None:
     def look_inside(module: nn.Linear, args: object) -> None:
         seen = module.weight
         assert isinstance(seen, DTensor) and seen.placements == (Shard(0),) and seen.device_mesh == mesh["tp"]
+        assert seen.owner == "user", "the attributes of a parameter are those of its faces"
         assert torch.equal(seen.to_local(), whole["layers.0.up.weight"].chunk(2)[tp])
         looked.append(True)
 

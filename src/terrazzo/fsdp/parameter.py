@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.counting import OWN_ATTRIBUTES, CountingParameter
+from terrazzo._torch.dispatching import has_inner_tensors
 from terrazzo._torch.modules import children_of, parameters_of
 from terrazzo._torch.tensors import PARAMETER_MARK, mark_as_parameter
 from terrazzo.errors import FSDPError, FSDPValueError
@@ -75,7 +76,7 @@ class ShardedParameter:
         self.sharded: Any = None
         self.unsharded: Any = None
         self.unsharded_local: Tensor = local
-        self.attributes: dict[str, Any] = {}  # that users hung on it; all faces have them
+        self.attributes = _attributes_of(parameter)  # all faces have them
 
     @property
     def values(self) -> Tensor:
@@ -86,7 +87,8 @@ class ShardedParameter:
     def make_sharded(self, local: Tensor) -> None:
         """Create the sharded parameter, with the memory of `local` as its local tensor. It has its own version counter:
         a write to one parameter is none to the others in the same buffer."""
-        self.sharded = as_parameter(local.data, self.layout, self.requires_grad, self.attributes)
+        self.sharded = as_parameter(local.data.requires_grad_(self.requires_grad), self.layout)
+        self.sharded.__dict__.update(self.attributes)
         mark(self.sharded, SHARDED, self.name)
 
     def materialise(self, values: Any) -> bool:
@@ -128,28 +130,16 @@ class ShardedParameter:
             "unshard()"
         )
 
-    def make_unsharded(self, local: Tensor) -> None:
+    def make_unsharded(self, local: Tensor, kind: type[nn.Parameter] = CountingParameter) -> None:
         """Create the unsharded parameter from `local`, whose version counter it gets. If there was one before, it takes
         over that one's accumulated gradient."""
         grad = self.unsharded_local.grad if self.unsharded is not None else None
-        if self.within is not None:
-            self.unsharded = as_counting_parameter(local, self.within, self.requires_grad)
-            self.unsharded_local = self.unsharded._local
-        else:
-            self.unsharded = self.unsharded_local = CountingParameter(local, self.requires_grad)
+        self.unsharded_local = kind(local, self.requires_grad)
+        within = self.within
+        self.unsharded = self.unsharded_local if within is None else as_parameter(self.unsharded_local, within)
         self.unsharded.__dict__.update(self.attributes)
         if grad is not None:
             self.unsharded_local.grad = grad.to(local.device, local.dtype)
-
-    def make_unsharded_of(self, local: Tensor) -> None:
-        """Create the unsharded parameter from a tensor that a subclass's hook made, with its own version counter."""
-        if self.within is not None:
-            self.unsharded = as_parameter(local, self.within, self.requires_grad, self.attributes)
-            self.unsharded_local = self.unsharded._local
-        else:
-            self.unsharded = nn.Parameter(local, self.requires_grad)
-            self.unsharded.__dict__.update(self.attributes)
-            self.unsharded_local = self.unsharded
 
     def follow_flag(self) -> bool:
         """Note it if users have set `requires_grad`, on whichever face; returns whether they have."""
@@ -169,26 +159,19 @@ class ShardedParameter:
             self.unsharded_local.requires_grad_(value)
 
 
-def as_parameter(local: Tensor, layout: Layout, requires_grad: bool, attributes: dict[str, Any]) -> Any:
+def as_parameter(local: Tensor, layout: Layout) -> Any:
     """A DTensor that is an `nn.Parameter`, with exactly this local tensor."""
-    result = wrap(local.detach().requires_grad_(requires_grad), layout)
-    result.__dict__.update(attributes)
+    result = wrap(local, layout)
     mark_as_parameter(result)
     return result
 
 
-def as_counting_parameter(local: Tensor, layout: Layout, requires_grad: bool) -> Any:
-    """A DTensor that is an `nn.Parameter`, of whose memory `writes_to` its local tensor tells. It gets the version
-    counter of `local`."""
-    result = wrap(CountingParameter(local, requires_grad), layout)
-    mark_as_parameter(result)
-    return result
-
-
-def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """What users hung on a parameter, which its faces keep."""
-    ours = (PARAMETER_MARK, "_note", REPLACED, IGNORED, KEPT, SHARDED, WRITTEN, *OWN_ATTRIBUTES)
-    return {name: value for name, value in parameter.__dict__.items() if name not in ours}
+def _attributes_of(parameter: Any) -> dict[str, Any]:
+    """What users hung on a parameter, without what its class sets."""
+    others = {PARAMETER_MARK, "_note", REPLACED, IGNORED, KEPT, SHARDED, WRITTEN, *OWN_ATTRIBUTES}
+    if not isinstance(parameter, DTensor) and has_inner_tensors(parameter):
+        others.update(parameter.__tensor_flatten__()[0], vars(parameter.detach()))
+    return {name: value for name, value in parameter.__dict__.items() if name not in others}
 
 
 def mark(parameter: Any, what: str, name: str) -> None:
@@ -344,7 +327,6 @@ __all__ = [
     "ShardedParameter",
     "Slot",
     "as_parameter",
-    "attributes_of",
     "collect",
     "mark",
     "marked",

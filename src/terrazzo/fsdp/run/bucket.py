@@ -26,7 +26,7 @@ from terrazzo.comm.flat import FlatPlan, has_many, worth_padding
 from terrazzo.comm.in_place import GatherInPlace, InPlace
 from terrazzo.comm.pending import Pending
 from terrazzo.errors import FSDPError
-from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
+from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.comm import Comm
 from terrazzo.fsdp.run.memory import ReturnableMemory
@@ -70,8 +70,6 @@ class Bucket:
         self._epochs_before = 0  # writes to former buffers, and writes that no version counter counts
         values = [p.values.detach() for p in params]
         if params[0].sharded is None:
-            for param in params:
-                param.attributes = attributes_of(param.unsharded_local)  # type: ignore[arg-type]
             values = self.plan.own_chunks(values)
         self._place(values)
         self._seen = _Seen([], [], -1)

@@ -20,7 +20,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch import storages
@@ -31,7 +31,7 @@ from terrazzo.comm.codecs import Codec
 from terrazzo.comm.flat import FlatPlan, Shape
 from terrazzo.comm.pending import Pending
 from terrazzo.errors import FSDPError, FSDPValueError
-from terrazzo.fsdp.parameter import ShardedParameter, attributes_of
+from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.run.encoded import EncodedBucket
 from terrazzo.fsdp.run.memory import ReturnableMemory
 from terrazzo.fsdp.settings import Settings
@@ -124,7 +124,7 @@ class Hooks(Codec):
                 made, inner = local.fsdp_post_all_gather(tuple(views), self._metadata, dtype)  # type: ignore[attr-defined]
                 if made.shape != param.shape:
                     made = made.narrow(0, 0, param.shape[0])
-                param.make_unsharded_of(made)
+                param.make_unsharded(made, nn.Parameter)
                 self._keep_track(inner)
         self._metadata = None
         self.version = self.writes()
@@ -183,7 +183,6 @@ class ExtendedBucket(EncodedBucket):
         for i, param in enumerate(params):
             if param.sharded is None:
                 with torch.no_grad():
-                    param.attributes = _plain_attributes(param.unsharded_local)
                     param.make_sharded(self._own_chunk(i, param.values.detach()))
             param.unsharded_local = param.sharded._local
         self._remember_shards()
@@ -304,13 +303,6 @@ def _last_dim(mesh: Any) -> Any:
     """The submesh of the last dim of a mesh without names."""
     axis = axis_of(mesh, mesh.ndim - 1)
     return DeviceMesh.from_group(axis.group, mesh.device_type) if axis.group is not None else mesh
-
-
-def _plain_attributes(parameter: Any) -> dict[str, Any]:
-    """Attributes that users set on the parameter, without those that its class sets."""
-    kept, _ = parameter.__tensor_flatten__()
-    own = vars(parameter.detach())
-    return {name: value for name, value in attributes_of(parameter).items() if name not in kept and name not in own}
 
 
 __all__ = ["HOOKS", "ExtendedBucket", "is_extended"]

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from terrazzo._torch.counting import writes_to
+from terrazzo._torch.counting import CountingParameter, writes_to
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.meshes import InnerMesh
-from terrazzo.fsdp.parameter import KEPT, ShardedParameter, as_counting_parameter, mark
+from terrazzo.fsdp.parameter import KEPT, ShardedParameter, as_parameter, mark
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Comm
 
@@ -52,7 +52,7 @@ class Kept:
         torch._foreach_copy_(views, plan.own_chunks(values))
         params = self._bucket.params
         faces = [
-            as_counting_parameter(view.data, layout, param.requires_grad)
+            as_parameter(CountingParameter(view.data, param.requires_grad), layout)
             for param, view, layout in zip(params, views, self._layouts, strict=True)
         ]
         for param, face in zip(params, faces, strict=True):
