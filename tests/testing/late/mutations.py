@@ -161,7 +161,7 @@ MUTATIONS = (
         superfluous=_WAITED,
     ),
     Mutation(
-        f"{_FSDP}.run.unit:Unit._wait_if_at_once", sharding.check_plain, "one.wait()", "pass", superfluous=_WAITS_LATER
+        f"{_FSDP}.run.unit:Unit._gather_from", sharding.check_plain, "one.wait()", "pass", superfluous=_WAITS_LATER
     ),
     Mutation(
         f"{_FSDP}.run.unit:Unit.reduce", sharding.check_plain, "gradients.wait()", "pass", superfluous=_WAITS_LATER
