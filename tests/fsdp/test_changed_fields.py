@@ -14,7 +14,7 @@ MOST = {
     "Backward": 1,
     "Bucket": 6,
     "Course": 3,
-    "Executor": 6,
+    "Executor": 4,
     "ExtendedBucket": 3,
     "Registration": 3,
     "Gradients": 5,
@@ -22,10 +22,10 @@ MOST = {
     "Hooks": 4,  # what classes return; an object for each parameter
     "Kept": 1,
     "ReturnableMemory": 1,
-    "Root": 10,
+    "Root": 8,
     "ShardedParameter": 5,
     "Streams": 1,
-    "Unit": 10,
+    "Unit": 9,
     "_Planner": 1,
 }
 
@@ -77,7 +77,7 @@ def test_few_fields_are_changed_after_construction():
     found = changed_fields(Path(terrazzo.fsdp.__file__).parent)
     more = {name: names for name, names in found.items() if len(names) > MOST.get(name, 0)}
     assert not more, "what can be a value, should be"
-    assert sum(map(len, found.values())) <= sum(MOST.values()) == 66
+    assert sum(map(len, found.values())) <= sum(MOST.values()) == 61
 
 
 def test_what_counts(tmp_path):

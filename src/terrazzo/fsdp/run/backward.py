@@ -44,7 +44,7 @@ class Backward:
         """Called when backward comes to another forward."""
         if course.root is not self._root:  # the module has another root now
             course.left = 0
-        elif course.units is not self._root.units:
+        elif course.units is not self._root.executor.units:
             raise FSDPError(
                 f"rank {dist.get_rank()}: a second backward ran through a forward after which settings of some modules "
                 "had been changed, so that these are gathered in other messages now: change settings after the last "

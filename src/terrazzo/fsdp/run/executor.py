@@ -6,7 +6,7 @@ calls. From then on the event costs one look-up in a dict, and the calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, Protocol
@@ -37,31 +37,35 @@ class Observer(Protocol):
 
 
 class _Node:
-    """A state, and the cached transitions from it."""
+    """What the planner plans from: its input, the order of the last forward and a state; and the cached transitions."""
 
-    __slots__ = ("following", "state")
+    __slots__ = ("following", "order", "spec", "state")
 
-    def __init__(self, state: State) -> None:
-        self.state = state
+    def __init__(self, spec: Spec, order: tuple[int, ...], state: State) -> None:
+        self.spec, self.order, self.state = spec, order, state
         self.following: dict[tuple[Any, ...], tuple[tuple[Call, ...], _Node, tuple[Operation, ...]]] = {}
 
 
 class Executor:
     """Runs the operations of one root, and keeps the state of its units."""
 
-    def __init__(self, watch: Watch, watch_replicas: Watch) -> None:
-        self.watch, self.watch_replicas = watch, watch_replicas
+    def __init__(self, watch: Watch, watch_replicas: Watch, streams: Streams | None) -> None:
+        self.watch, self.watch_replicas, self.streams = watch, watch_replicas, streams
+        self.units: dict[int, Unit] = {}  # by their numbers
         self.observers: tuple[Observer, ...] = ()
         self._nodes: dict[tuple[Spec, tuple[int, ...], State], _Node] = {}
-        self.spec = Spec((), False)  # the planner's input
-        self._order: tuple[int, ...] = ()
+        self._node = _Node(Spec((), False), (), State.first(0))
 
-    def use(self, units: list[Unit], state: State, streams: Streams | None) -> None:
-        """Use these units, in this state, and these streams from now on. `plan_with` follows."""
-        self._units = {unit.index: unit for unit in units}
-        self.streams = streams
+    def use(self, units: Iterable[Unit], state: State) -> None:
+        """Use these units, in this state, from now on. `plan_with` follows."""
+        self.units = {unit.index: unit for unit in units}
         self._nodes.clear()
-        self._node = _Node(state)
+        self._node = _Node(self.spec, self._node.order, state)
+
+    @property
+    def spec(self) -> Spec:
+        """The planner's input."""
+        return self._node.spec
 
     @property
     def state(self) -> State:
@@ -70,22 +74,20 @@ class Executor:
 
     def plan_with(self, spec: Spec) -> None:
         """Use this spec from now on."""
-        self.spec = spec
-        self._node = self._node_of(self._node.state)
+        self._node = self._node_of(spec, self._node.order, self._node.state)
 
     def expect(self, order: tuple[int, ...]) -> None:
         """Expect units to run in this order from now on."""
-        if order != self._order:
-            self._order = order
-            self._node = self._node_of(self._node.state)
+        if order != self._node.order:
+            self._node = self._node_of(self.spec, order, self._node.state)
 
-    def _node_of(self, state: State) -> _Node:
-        key = (self.spec, self._order, state)
+    def _node_of(self, spec: Spec, order: tuple[int, ...], state: State) -> _Node:
+        key = (spec, order, state)
         found = self._nodes.get(key)
         if found is None:
             if len(self._nodes) >= _MANY:
                 self._nodes.clear()
-            found = self._nodes[key] = _Node(state)
+            found = self._nodes[key] = _Node(*key)
         return found
 
     def advance(self, event: tuple[Any, ...]) -> None:
@@ -93,9 +95,9 @@ class Executor:
         node = self._node
         found = node.following.get(event)
         if found is None:
-            operations, state = advance(self.spec, self._order, node.state, event)
+            operations, state = advance(node.spec, node.order, node.state, event)
             calls = tuple(call for each in operations if (call := self.call_of(each)) is not None)
-            found = node.following[event] = (calls, self._node_of(state), operations)
+            found = node.following[event] = (calls, self._node_of(node.spec, node.order, state), operations)
         try:
             if self.observers or profiling():
                 self._run_observed(found[2])
@@ -121,14 +123,15 @@ class Executor:
 
     def _name_of(self, operation: Operation) -> str:
         """The operation's name in a profile."""
-        unit = self._units.get(operation.unit)
+        unit = self.units.get(operation.unit)
         return f"fully_shard: {operation.kind.value}{'' if unit is None else f' {unit.name}'}"
 
     def reset(self, *, gradients: bool) -> None:
         """After a failure: reshard everything, and drop running communication."""
-        self._node = self._node_of(State.first(len(self._node.state.where)))
+        node = self._node
+        self._node = self._node_of(node.spec, node.order, State.first(len(node.state.where)))
         # Other errors are suppressed: the first one is being raised, and a broken group fails at the next collective.
-        for unit in self._units.values():
+        for unit in self.units.values():
             with suppress(Exception):
                 unit.reset(gradients=gradients)
 
@@ -149,7 +152,7 @@ class Executor:
             return None
         if kind is Kind.SETTLE:
             return self._settle
-        unit = self._units[operation.unit]
+        unit = self.units[operation.unit]
         if kind is Kind.GATHER:
             return _noted(unit.gather_kept if operation.is_inner else unit.gather, self.watch, unit, "unshard")
         call: Call = getattr(unit, kind.name.lower())
@@ -158,7 +161,7 @@ class Executor:
         return _noted(call, self.watch_replicas, unit, "all-reduce") if kind is Kind.ALL_REDUCE else call
 
     def _settle(self) -> None:
-        for unit in self._units.values():
+        for unit in self.units.values():
             unit.settle()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from enum import Enum
 from typing import Any
@@ -31,6 +31,7 @@ from terrazzo.fsdp.run.executor import Executor, streams_for
 from terrazzo.fsdp.run.forming import differ, form, part, runs_of
 from terrazzo.fsdp.run.memory import free_memory_aside
 from terrazzo.fsdp.run.registration import Shown
+from terrazzo.fsdp.run.streams import Streams
 from terrazzo.fsdp.run.unit import Unit
 
 # The number of roots so far, by process group: each has message tags of its own.
@@ -61,7 +62,7 @@ class Root:
         self.groups, self.tops = tuple(groups), tuple(tops)
         self._number = number  # among the roots of its process group
         device = groups[0].settings.mesh.device
-        self.streams = streams_for(device)
+        streams = streams_for(device)
         self.has_replicas = any(group.unit.replicated for group in groups)
         self.device = device
         mesh = next((group.settings.mesh for group in groups if group.params), None)
@@ -69,12 +70,12 @@ class Root:
         ranks = [] if mesh is None else ranks_of(mesh.mesh)
         # Ranks that shard must run the same modules in each step. Replicas may accumulate gradients over different
         # numbers of micro-batches, so they only compare what they reduce among them.
-        self.watch = Watch(shard, ranks, self.streams, Stream.REDUCE, device)
-        self.watch_replicas = Watch(replicate, ranks, self.streams, Stream.ALL_REDUCE, device)
+        self.watch = Watch(shard, ranks, streams, Stream.REDUCE, device)
+        self.watch_replicas = Watch(replicate, ranks, streams, Stream.ALL_REDUCE, device)
         modules = [module for group in groups for module in group.modules]
         self.positions = {module: i for i, module in enumerate(modules)}  # the numbers of modules in events
         self._comm = Collectives(lambda: not self.watch.has_agreed)
-        self.executor = Executor(self.watch, self.watch_replicas)
+        self.executor = Executor(self.watch, self.watch_replicas, streams)
         self._use({group.unit: _where_now(group) for group in groups})
         self.is_last_backward = True
         self.coalesce_bytes = forming.COALESCE_BYTES
@@ -92,6 +93,14 @@ class Root:
         self._passing: deque[tuple[Any, ...]] = deque(maxlen=_MOST_EVENTS)  # events since the last forward began
         self.passes: dict[int, Events] = {}  # by outermost module, the events of its last forward with a backward
 
+    @property
+    def units(self) -> Collection[Unit]:
+        return self.executor.units.values()
+
+    @property
+    def streams(self) -> Streams | None:
+        return self.executor.streams
+
     def unit_at(self, index: int) -> Unit:
         """The unit of this number."""
         found: Unit = self.groups[index].unit
@@ -106,8 +115,7 @@ class Root:
             index = numbers[unit.groups[0]]
             where[index] = now
             unit.belong_to(self._number, index, OwnComm(self._comm, unit.groups[0]), self.streams is not None)
-        self.units = list(units)
-        self.executor.use(self.units, replace(state, where=tuple(where)), self.streams)
+        self.executor.use(units, replace(state, where=tuple(where)))
 
     # ------------------------------------------------------------------ which groups share a unit
 
@@ -292,7 +300,7 @@ class Root:
             self.recover()
         self.form_units()
         self._passing.clear()
-        self.course = Course(self, self.units)
+        self.course = Course(self, self.executor.units)
         self._courses_made.add(self.course)
         self.settle()
         self.executor.expect(self._orders.get(module, ()))
@@ -457,12 +465,12 @@ class Root:
 
     def give_up(self) -> None:
         """Have no units: another root has them."""
-        self.units = []
+        self.executor.use([], self.state)
 
     def share_streams_of(self, other: Root) -> None:
         """Communicate on the streams of another root."""
-        self.streams = self.watch.streams = self.watch_replicas.streams = other.streams
-        self.executor.use(self.units, self.state, other.streams)
+        self.executor.streams = self.watch.streams = self.watch_replicas.streams = other.streams
+        self.executor.use(self.units, self.state)
         self._resize()
 
     # ------------------------------------------------------------------ called by users

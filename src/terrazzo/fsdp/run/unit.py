@@ -42,6 +42,7 @@ _HAVE_MEMORY = (Shown.UNSHARDED, Shown.RESTING)
 class _Wiring(NamedTuple):
     """How a unit communicates."""
 
+    number: int  # of its first group among those of the root
     tag: int  # the first of its messages
     comm: Comm
     waits_at_once: bool
@@ -56,8 +57,7 @@ class Unit:
         self.settings, self.inner = first.settings, first.inner
         self.modules = tuple(module for group in groups for module in group.modules)
         self.params = tuple(param for group in groups for param in group.params)
-        self.index = 0  # the number of its first group among those of the root
-        self._wiring = _Wiring(FIRST_TAG, Collectives(), False)
+        self._wiring = _Wiring(0, FIRST_TAG, Collectives(), False)
         former = {group.unit: None for group in groups if group.unit is not None}
         self._arrange([gradients for unit in former for gradients in unit.gradients])
         self._pending: list[tuple[Bucket | Kept, Pending[Tensor]]] = []
@@ -99,8 +99,13 @@ class Unit:
     def belong_to(self, root: int, index: int, comm: Comm, waits_at_once: bool) -> None:
         """Take the number of the root, its own place there, and the collectives to use. `waits_at_once` is whether to
         wait on the stream where a collective was started, not where its result is used."""
-        self.index = index
-        self._wiring = _Wiring(FIRST_TAG + root % 4096 * (1 << 17) + index % (1 << 13) * 16, comm, waits_at_once)
+        tag = FIRST_TAG + root % 4096 * (1 << 17) + index % (1 << 13) * 16
+        self._wiring = _Wiring(index, tag, comm, waits_at_once)
+
+    @property
+    def index(self) -> int:
+        """Its number in events and operations."""
+        return self._wiring.number
 
     @property
     def _tags(self) -> list[int]:
