@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _make_nccl_premul_sum
+from torch._C._distributed_c10d import AllreduceOptions, _make_nccl_premul_sum
 
 from late_ranks import run_late
 from ranks import run_fresh
@@ -183,6 +183,9 @@ def check_asynchronous_collectives_have_a_stream_of_their_own(device):
                 dist.all_reduce(x)
             x.mul_(2)
             torch.accelerator.synchronize()
+    options = AllreduceOptions()
+    options.asyncOp = False
+    assert dist.group.WORLD.allreduce([x], options) is None  # there is nothing to wait for, as with NCCL
 
 
 def check_one_collective_at_a_time(device):

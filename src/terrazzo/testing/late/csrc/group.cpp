@@ -335,8 +335,9 @@ struct LateBackend final : Backend {
   WorkPtr run(std::vector<Request> batch, Lane& lane) {
     if (!coalesces) return start(std::move(batch), lane);
     auto type = batch.back().type;
+    bool is_async = batch.back().is_async;
     for (auto& request : batch) coalesced.push_back(std::move(request));
-    return c10::make_intrusive<LateWork>(rank_, type);
+    return is_async ? WorkPtr(c10::make_intrusive<LateWork>(rank_, type)) : WorkPtr();
   }
 
   static c10::Device check(const std::vector<Request>& batch) {
@@ -403,7 +404,7 @@ struct LateBackend final : Backend {
     communicate(on, what, accesses, transfer, kept);
     work->device = device, work->stream = on, work->kept = kept, work->health = health;
     last = work->done = record(on);
-    return work;
+    return is_async ? WorkPtr(work) : WorkPtr();  // NCCL gives no work for what is on the current stream
   }
 
   // ---- collectives
