@@ -38,10 +38,15 @@ from terrazzo.testing.process import Request
 
 @functools.cache
 def _problem() -> str:
-    """Why the device cannot be compiled here; empty if it is. Processes of the session compile it once."""
+    """Why the device cannot be compiled here; empty if it is. Processes of the session compile it once.
+
+    What a compiler that is there refuses is an error.
+    """
     try:
         build.built()
     except DeviceBuildError as error:
+        if "could not be compiled" in str(error):
+            raise
         return str(error).partition("\n")[0]
     return ""
 
