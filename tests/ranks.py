@@ -43,7 +43,7 @@ def device_type() -> str:
     return torch.get_default_device().type
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 400) -> list[Any]:
     """`terrazzo.testing.run_ranks`, for these worlds."""
     __tracebackhide__ = True
     if on_late:
