@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from ranks import run_ranks
-from terrazzo.checkpoint import FileSystemWriter, load, save
+from terrazzo.checkpoint import DefaultSavePlanner, FileSystemWriter, load, save
 from terrazzo.checkpoint.formats import DCPReader, DCPWriter, detect
+from terrazzo.checkpoint.formats.dcp_metadata import METADATA
 from terrazzo.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -26,6 +27,7 @@ from terrazzo.errors import (
     CheckpointFormatError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    DivergentValueError,
     UnsafePickleError,
 )
 
@@ -206,6 +208,25 @@ def load_all(paths: list[Path], with_torch: bool) -> None:
                 load(state, checkpoint_id=path)
             check_loaded(state)
             assert isinstance(state["w"], DTensor)
+
+
+def check_shares(path: Path) -> None:
+    """Ranks agree on who writes what as in the native format: large values are split, and equal on all ranks."""
+    rank, planner = dist.get_rank(), DefaultSavePlanner(split_from=64)
+    save({"w": torch.arange(40.0), "step": 3}, storage_writer=DCPWriter(path), planner=planner)
+    assert {name[:4] for name in os.listdir(path) if name != METADATA} == {"__0_", "__1_"}
+    assert len(DCPReader(path).read_metadata().state_dict_metadata["w"].chunks) == 2
+    state = {"w": torch.zeros(40), "step": 0}
+    torch_load(state, path)
+    assert state["w"].tolist() == list(range(40)) and state["step"] == 3
+    with pytest.raises(DivergentValueError, match="'w'"):
+        save({"w": torch.full((40,), rank), "step": 4}, storage_writer=DCPWriter(path))
+    torch_load(state, path)
+    assert state["step"] == 3
+
+
+def test_ranks_share_what_is_written(tmp_path: Path) -> None:
+    run_ranks(2, check_shares, tmp_path)
 
 
 def test_torchs_checkpoints_are_loaded_by_other_ranks_in_other_layouts(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def refused(*_: Any, **__: Any) -> Any:
 
 def without_items(path: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for module, names in ((save_planner, ["WriteItem"]), (load_planner, ["ReadItem", "MetadataIndex"])):
+        for module, names in ((save_planner, ["item_of", "rows_of"]), (load_planner, ["ReadItem", "MetadataIndex"])):
             for name in names:
                 patch.setattr(module, name, refused)
         save(state(), checkpoint_id=path, planner=DefaultSavePlanner(split_from=16))

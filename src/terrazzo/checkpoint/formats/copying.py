@@ -4,32 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from terrazzo.checkpoint.formats.format import Writing
-from terrazzo.checkpoint.formats.source import CopyPlanner, Source
+from terrazzo.checkpoint.formats.source import Source
+from terrazzo.checkpoint.metadata import Metadata
 from terrazzo.checkpoint.native.format import SEAL
-from terrazzo.checkpoint.planner import WriteItem
-from terrazzo.checkpoint.run.sides import side_of_writer
-from terrazzo.checkpoint.storage import StorageWriter
 from terrazzo.checkpoint.stores import Place, Store, Upload
+from terrazzo.checkpoint.torch_api.writers import RowWriter
 from terrazzo.errors import CheckpointExistsError
 
 
-def copy_checkpoint(source: Source, writer: StorageWriter, how: Writing) -> None:
+def copy_checkpoint(source: Source, writer: RowWriter, how: Writing) -> None:
     """Save the source with a writer, in this process alone."""
-    planner = _Reporting(source, how)
-    side = side_of_writer(writer)
     writer.set_up_storage_writer(True)
     try:
-        plan = writer.prepare_local_plan(planner.create_local_plan())
-        plans, metadata = planner.create_global_plan([plan])
-        (plan,) = writer.prepare_global_plan(plans)
-        results = writer.write_data(planner.finish_plan(plan), planner).wait()
-        writer.finish(metadata, [results])
+        rows = source.rows(how.progress, allow_pickle=how.allow_pickle)
+        results = writer.write(rows, writer.arranged([writer.about(rows)]), 0)
+        writer.finish(Metadata({}, planner_data=source.paths or None), [results])
     except BaseException:
-        if side.may_abandon():
-            side.abandon()
+        if writer.may_abandon():
+            writer.abandon()
         raise
 
 
@@ -56,17 +50,3 @@ def new_file(store: Store, name: str) -> Iterator[Upload]:
         raise
     file.finish()
     store.delete([f"{name}.{SEAL}"])
-
-
-class _Reporting(CopyPlanner):
-    """A planner that reports the progress of the copy."""
-
-    def __init__(self, source: Source, how: Writing) -> None:
-        super().__init__(source, allow_pickle=how.allow_pickle)
-        self._progress = how.progress
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        data = super().resolve_data(write_item)
-        if self._progress is not None:
-            self._progress(write_item.index.fqn, write_item.tensor_storage_size() or 0)
-        return data

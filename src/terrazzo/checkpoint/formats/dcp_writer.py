@@ -12,13 +12,8 @@ import os
 import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
-
-import torch
-import torch.distributed as dist
-from torch.futures import Future
 
 from terrazzo.checkpoint.formats import dcp_metadata
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
@@ -27,18 +22,22 @@ from terrazzo.checkpoint.formats.torch_writing import write_archive
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native.commit import Commit, by_save, remove_ended
 from terrazzo.checkpoint.native.format import SEAL, lease_name, save_of
-from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from terrazzo.checkpoint.run.sides import WriterSide
-from terrazzo.checkpoint.storage import StorageWriter, WriteResult
+from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.native.root import TENSOR
+from terrazzo.checkpoint.native.rows import Row
+from terrazzo.checkpoint.plan.global_plan import merged_entries
+from terrazzo.checkpoint.planner import TensorWriteData
+from terrazzo.checkpoint.storage import WriteResult
 from terrazzo.checkpoint.stores import Place, Store, Upload, is_url, store_at
-from terrazzo.checkpoint.torch_api.items import data_of
-from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError
+from terrazzo.checkpoint.torch_api.items import item_of
+from terrazzo.checkpoint.torch_api.writers import RowWriter
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 
 _NAME: Final = re.compile(r"__[0-9]+_(?P<save>[0-9a-f]{12})(?:_[0-9]+)?\.distcp")
 _SUFFIX: Final = ".distcp"
 
 
-class DCPWriter(StorageWriter):
+class DCPWriter(RowWriter):
     """Writes checkpoints for `torch.distributed.checkpoint.load`.
 
     Args:
@@ -85,32 +84,22 @@ class DCPWriter(StorageWriter):
         data = self._commit.begin(overwrite=self.overwrite)
         self._replaced = set() if data is None else {SEAL, *(_files_of(data, str(self.path)) or ())}
         _remove_leftovers(self._store)
+        self.save_id = uuid.uuid4().hex[:12]
+        self._commit.hold(self.save_id)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        save_id = uuid.uuid4().hex[:12]
-        self._commit.hold(save_id)
-        return [replace(plan, storage_data=f"__{rank}_{save_id}") for rank, plan in enumerate(plans)]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        if not isinstance(plan.storage_data, str):
-            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-            raise CheckpointError(f"rank {rank}: the plan does not come from this writer's prepare_global_plan")
-        self._name = plan.storage_data
-        done: Future[list[WriteResult]] = Future()
+    def write(self, rows: Sequence[Row], arranged: bytes, rank: int) -> list[WriteResult]:
+        self._name = f"__{rank}_{arranged.decode()}"
         try:
-            done.set_result(self._write(plan.items, planner))
+            return self._write(rows)
         except BaseException:
             self._remove_own()
             raise
-        return done
 
-    def _write(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, rows: Sequence[Row]) -> list[WriteResult]:
         caps = self._store.caps
         results: list[WriteResult] = []
-        left = list(reversed(items))
+        described: dict[int, TensorWriteData] = {}
+        left = list(reversed(rows))
         while left:
             # One file, or several if files should be small, with the names that PyTorch gives the files of threads.
             name = f"{self._name}{_SUFFIX}" if caps.file_bytes is None else f"{self._name}_{len(results)}{_SUFFIX}"
@@ -118,10 +107,10 @@ class DCPWriter(StorageWriter):
             try:
                 position = 0
                 while left and (caps.file_bytes is None or position < caps.file_bytes):
-                    item = left.pop()
-                    end = self._write_item(file, position, item, planner)
-                    place = Location(name, position, end - position)
-                    results.append(WriteResult(item.index, end - position, place))
+                    row = left.pop()
+                    end = _write_row(file, position, row)
+                    item, location = item_of(row, described), Location(name, position, end - position)
+                    results.append(WriteResult(item.index, end - position, (location, item.tensor_data)))
                     position = end
             except BaseException:
                 file.abort()
@@ -129,24 +118,12 @@ class DCPWriter(StorageWriter):
             file.finish()
         return results
 
-    def _write_item(self, file: Upload, position: int, item: WriteItem, planner: SavePlanner) -> int:
-        data = data_of(planner, item)
-        if item.tensor_data is None:
-            if isinstance(data, torch.Tensor):
-                raise CheckpointError(f"{item.index.fqn}: the plan has bytes, but resolve_data returned a tensor")
-            content = data.getbuffer()
-            file.write(position, [content])
-            return position + len(content)
-        if not isinstance(data, torch.Tensor) or data.shape != item.tensor_data.chunk.sizes:
-            got = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
-            raise CheckpointError(
-                f"{item.index.fqn}: the plan has a tensor of shape {tuple(item.tensor_data.chunk.sizes)}, "
-                f"but resolve_data returned {got}"
-            )
-        return write_archive(file, position, data.detach())
-
     def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
-        metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
+        if not metadata.state_dict_metadata:  # else a planner of a user's own has made it
+            metadata.state_dict_metadata = merged_entries(
+                [(result.index.fqn, result.storage_data[1]) for result in part] for part in results
+            )
+        metadata.storage_data = {result.index: result.storage_data[0] for part in results for result in part}
         metadata.storage_meta = self.storage_meta()
         metadata.version = dcp_metadata.VERSION
         self._commit.put(dcp_metadata.encode(metadata))
@@ -155,16 +132,10 @@ class DCPWriter(StorageWriter):
         self._store.delete(self._replaced - used)
 
     def abandon(self) -> None:
-        """Remove the files that this rank has written, because the save failed."""
         self._remove_own()
         self._commit.release()
 
-    def save_side(self) -> _Side:
-        """The interface for a save."""
-        return _Side(self)
-
     def may_abandon(self) -> bool:
-        """Whether the checkpoint is certainly not committed, so that its files can be removed."""
         return self._commit.is_absent()
 
     def _remove_own(self) -> None:
@@ -180,18 +151,13 @@ class DCPWriter(StorageWriter):
         return StorageMeta(str(self.path), self._name)
 
 
-class _Side(WriterSide):
-    """Removes all ranks' files if a save failed."""
-
-    def __init__(self, writer: DCPWriter) -> None:
-        super().__init__(writer)
-        self._writer = writer
-
-    def may_abandon(self) -> bool:
-        return self._writer.may_abandon()
-
-    def abandon(self) -> None:
-        self._writer.abandon()
+def _write_row(file: Upload, position: int, row: Row) -> int:
+    """Write a tensor as `torch.save` does, or the bytes of another value; returns the position after it."""
+    if row.kind == TENSOR:
+        return write_archive(file, position, row.tensor().detach())
+    content = row.value.getbuffer() if isinstance(row.value, ObjectBytes) else memoryview(row.value)
+    file.write(position, [content])
+    return position + len(content)
 
 
 def save_of_file(name: str) -> str | None:

@@ -1,31 +1,20 @@
-"""Any checkpoint as a source of single tensors and values, and a planner that copies it to a writer."""
+"""Any checkpoint as a source of single tensors and values, and of rows to write."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Final
 
 import torch
 
-from terrazzo.checkpoint.metadata import (
-    STATE_DICT_TYPE,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
-from terrazzo.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from terrazzo.checkpoint.native.root import RAW, TYPED
+from terrazzo.checkpoint.native.rows import Form, Row, form_of, object_row
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.torch_api.readers import Boxes
 from terrazzo.errors import CheckpointError, UnsupportedValueError
@@ -94,66 +83,45 @@ class Source:
                 if progress is not None:
                     progress(name, part.nbytes)
 
+    def rows(self, progress: Callable[[str, int], None] | None = None, *, allow_pickle: bool = False) -> list[Row]:
+        """All there is, chunk by chunk, to be written; a tensor is read when the writer needs it.
+
+        Args:
+            progress: called for each tensor that has been read, and each other value.
+            allow_pickle: whether values that have no typed form are pickled.
+        """
+        rows = []
+        for name, entry in self.metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                for chunk in [chunk.box for chunk in entry.chunks] or [Box.whole(entry.size)]:
+                    for box in _parts(chunk, entry.properties.dtype.itemsize):
+                        form = form_of(entry.properties.dtype, tuple(entry.size), box, entry.properties.requires_grad)
+                        rows.append(Row(name, form, source=partial(self._chunk, name, form, progress)))
+                continue
+            found = self.value(name)
+            try:
+                payload = found.getvalue() if not isinstance(found, ObjectBytes) else _typed(found, allow_pickle)
+            except UnsupportedValueError as error:
+                raise UnsupportedValueError(f"{name}: {error}") from error
+            rows.append(object_row(name, TYPED if isinstance(payload, ObjectBytes) else RAW, payload))
+            if progress is not None:
+                progress(name, 0)
+        return rows
+
+    def _chunk(self, name: str, form: Form, progress: Callable[[str, int], None] | None) -> torch.Tensor:
+        target = torch.empty(form.box.lengths, dtype=form.dtype, device="cpu")
+        self.read(name, form.box, target)
+        if progress is not None:
+            progress(name, form.nbytes)
+        return target
+
     def value(self, name: str) -> io.BytesIO:
         """A stored value that is not a tensor: an `ObjectBytes`, or bytes that a custom planner encoded."""
         return self._boxes.value(name)
 
 
-class CopyPlanner(SavePlanner):
-    """Saves the contents of a source, chunk by chunk; each is read when the writer needs it."""
-
-    def __init__(self, source: Source, *, allow_pickle: bool = False) -> None:
-        self._source = source
-        self._allow_pickle = allow_pickle
-
-    def set_up_planner(
-        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        pass
-
-    def create_local_plan(self) -> SavePlan:
-        items: list[WriteItem] = []
-        for name, entry in self._source.metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
-                continue
-            chunks = [part for chunk in entry.chunks for part in _parts(chunk.box, entry.properties.dtype.itemsize)]
-            kind = WriteItemType.TENSOR if len(chunks) == 1 else WriteItemType.SHARD
-            for number, box in enumerate(chunks):
-                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
-                data = TensorWriteData(chunk, entry.properties, entry.size)
-                items.append(WriteItem(MetadataIndex(name, box.offsets, number), kind, data))
-        return SavePlan(items, planner_data=self._source.paths or None)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        entries = dict(self._source.metadata.state_dict_metadata)
-        for plan in all_plans:
-            chunks: dict[str, list[ChunkStorageMetadata]] = {}
-            for item in plan.items:
-                if item.tensor_data is not None:
-                    chunks.setdefault(item.index.fqn, []).append(item.tensor_data.chunk)
-            for name, parts in chunks.items():
-                entry = entries[name]
-                assert isinstance(entry, TensorStorageMetadata)
-                entries[name] = TensorStorageMetadata(entry.properties, entry.size, parts)
-        return all_plans, Metadata(entries, planner_data=self._source.paths or None)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        name, data = write_item.index.fqn, write_item.tensor_data
-        if data is None:
-            found = self._source.value(name)
-            if not isinstance(found, ObjectBytes):
-                return found
-            try:
-                return ObjectBytes(found.value, encode(found.value, allow_pickle=self._allow_pickle))
-            except UnsupportedValueError as error:
-                raise UnsupportedValueError(f"{name}: {error}") from error
-        target = torch.empty(data.chunk.sizes, dtype=data.properties.dtype, device="cpu")
-        self._source.read(name, data.chunk.box, target)
-        return target
+def _typed(found: ObjectBytes, allow_pickle: bool) -> ObjectBytes:
+    return ObjectBytes(found.value, encode(found.value, allow_pickle=allow_pickle))
 
 
 def _parts(box: Box, itemsize: int) -> list[Box]:

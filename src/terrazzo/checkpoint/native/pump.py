@@ -20,7 +20,6 @@ from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import TENSOR
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.stores.base import Upload
-from terrazzo.errors import CheckpointError
 
 # One write: large enough that its cost does not matter, small enough to stay in the cache between checksum and write.
 _PIECE: Final = 4 * BLOCK
@@ -90,12 +89,11 @@ class Pump:
 
     def _pieces(self, row: Row) -> Iterator[tuple[memoryview, object, int]]:
         """The bytes of a row: pieces of memory, what owns it (None: it will be used again), and a block's length."""
-        form, data = row.form, row.data()
+        form = row.form
+        data = row.tensor() if row.kind == TENSOR else row.data()
         owner: object = data
         pieces: Iterable[Any] = [data]
         if row.kind == TENSOR:
-            if not isinstance(data, torch.Tensor) or data.dtype != form.dtype or data.shape != form.box.lengths:
-                raise _broken_promise(row, data)
             if data.is_cpu and data.is_contiguous() and not data.is_conj() and not data.is_neg():
                 pieces = [bytes_of(data)]
             else:
@@ -167,13 +165,3 @@ def _flat_windows(tensor: torch.Tensor, limit: int) -> list[torch.Tensor]:
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return list(tensor.reshape(-1).split(limit)) or [tensor.reshape(-1)]
     return [tensor[box.slices()] for box in row_major_windows(tensor.shape, limit)]
-
-
-def _broken_promise(row: Row, data: object) -> CheckpointError:
-    got = (
-        f"a {data.dtype} tensor of shape {tuple(data.shape)}" if isinstance(data, torch.Tensor) else type(data).__name__
-    )
-    return CheckpointError(
-        f"{row.name!r}: the plan promised a {row.form.dtype} tensor of shape {row.form.box.lengths}, but the planner's "
-        f"resolve_data gave {got}; a planner that converts data must change the items of its plan as well"
-    )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Hashable, Sequence
 from operator import mul
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import torch
@@ -25,6 +25,7 @@ from terrazzo.checkpoint.native.format import BLOCK, block_of
 from terrazzo.checkpoint.native.index import RAW
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.root import TENSOR, TensorEntry
+from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import Box
 
 
@@ -38,6 +39,9 @@ class Form(msgspec.Struct, frozen=True, gc=False):
     block: int = BLOCK  # bytes that have one checksum
     codec: int = RAW
     requires_grad: bool = False
+
+
+NO_FORM: Final = Form(torch.uint8, (0,), Box((0,), (0,)), 0)  # of a value whose bytes are not known yet
 
 
 def form_of(dtype: torch.dtype, shape: tuple[int, ...], box: Box, requires_grad: bool = False) -> Form:
@@ -78,6 +82,21 @@ class Row(msgspec.Struct, frozen=True, eq=False, gc=False):
         if self.source is not None:
             return self.source()
         return self.value.encoded() if isinstance(self.value, ObjectBytes) else self.value
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor; raises if it is not what the form says."""
+        data = self.data()
+        if isinstance(data, torch.Tensor) and data.dtype == self.form.dtype and data.shape == self.form.box.lengths:
+            return data
+        got = (
+            f"a {data.dtype} tensor of shape {tuple(data.shape)}"
+            if isinstance(data, torch.Tensor)
+            else type(data).__name__
+        )
+        raise CheckpointError(
+            f"{self.name!r}: the plan promised a {self.form.dtype} tensor of shape {self.form.box.lengths}, but the "
+            f"planner's resolve_data gave {got}; a planner that converts data must change the items of its plan as well"
+        )
 
     def cut(self, part: Box) -> Row:
         """The row of a part of a tensor's box, which is relative to it."""

@@ -1,4 +1,4 @@
-"""PyTorch's storage interfaces over the native format: `NativeWriter` and `NativeReader`, for any `Store`."""
+"""The writer and the reader of the native format, for any `Store`: `NativeWriter` and `NativeReader`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch.futures import Future
 
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native import marker, objects
@@ -31,19 +29,16 @@ from terrazzo.checkpoint.native.writer import (
     discard,
     write_part,
 )
-from terrazzo.checkpoint.planner import SavePlan, SavePlanner
-from terrazzo.checkpoint.storage import StorageWriter, WriteResult
+from terrazzo.checkpoint.storage import WriteResult
 from terrazzo.checkpoint.stores import Store
-from terrazzo.checkpoint.torch_api.items import rows_of
 from terrazzo.checkpoint.torch_api.readers import TargetReader
+from terrazzo.checkpoint.torch_api.writers import RowWriter
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, CheckpointFormatError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
-# A subclass that changes one of these sees PyTorch's plans.
-_SEES_SAVE_PLANS: Final = ("prepare_local_plan", "prepare_global_plan", "place", "write_data")
 
 
-class NativeWriter(StorageWriter):
+class NativeWriter(RowWriter):
     """Writes the native format into a store."""
 
     def __init__(self, store: Store, options: WriteOptions | None = None, *, overwrite: bool = True) -> None:
@@ -51,15 +46,9 @@ class NativeWriter(StorageWriter):
         self.options = options or WriteOptions()
         self.overwrite = overwrite
         self.base: Store | None = None  # a checkpoint whose chunks need not be written again
-        self.save_id = ""  # of the save that is under way
         self._files: FilesOfRank | None = None
         self._manifest: Root | None = None
         self._commit = Commit(store, MANIFEST)
-
-    @property
-    def plans_alone(self) -> bool:
-        """Whether ranks need not send their plans to the coordinator for this writer's sake."""
-        return type(self).prepare_global_plan is NativeWriter.prepare_global_plan
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._commit.release()
@@ -92,23 +81,9 @@ class NativeWriter(StorageWriter):
                 LOGGER.warning("%s: removed %s, which an unfinished save left behind", self.store.location, name)
             self._commit.hold(self.save_id)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        save_id = self.save_id or uuid.uuid4().hex[:12]
-        return [self.place(plan, save_id, rank) for rank, plan in enumerate(plans)]
-
-    def place(self, plan: SavePlan, save_id: str, rank: int) -> SavePlan:
-        """The plan of a rank, with the names of its data files."""
-        return replace(plan, storage_data=FilesOfRank(save_id, rank))
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        if not isinstance(plan.storage_data, FilesOfRank):
-            raise CheckpointError("the plan has not passed through this writer's prepare_global_plan")
-        future: Future[Any] = Future()
-        future.set_result(self.write(rows_of(plan, planner), plan.storage_data.save_id, plan.storage_data.rank))
-        return future
+    def write(self, rows: Sequence[Row], arranged: bytes, rank: int) -> Sequence[WriteResult]:
+        self._files = FilesOfRank(arranged.decode(), rank)
+        return PartResults(write_part(self.store, rows, self._files, self.options, self.base))
 
     def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
         parts = []
@@ -139,48 +114,27 @@ class NativeWriter(StorageWriter):
             metadata.storage_meta = stored.storage_meta
             metadata.version = stored.version
 
-    def save_side(self) -> NativeWriter:
-        """How a save uses this writer: see `run.sides`."""
-        return self
-
-    @property
-    def takes_rows(self) -> bool:
-        """Whether a rank's part comes as rows: not if a subclass sees or changes PyTorch's plans."""
-        kind, own = type(self), vars(self)
-        return all(getattr(kind, name) is getattr(NativeWriter, name) and name not in own for name in _SEES_SAVE_PLANS)
-
-    def write(self, rows: Sequence[Row], save_id: str, rank: int) -> Sequence[WriteResult]:
-        """Write a rank's rows."""
-        self._files = FilesOfRank(save_id, rank)
-        return PartResults(write_part(self.store, rows, self._files, self.options, self.base))
-
     def build_on(self, base: Store) -> None:
-        """Chunks that the checkpoint there has already need not be written again."""
         self.base = base
 
     def encode_results(self, results: Sequence[WriteResult]) -> bytes:
-        """What `write_data` returned, for the coordinator."""
         if not isinstance(results, PartResults):
             raise CheckpointError("these results do not come from this writer's write_data")
         return results.encode()
 
     def decode_results(self, data: bytes) -> Sequence[WriteResult]:
-        """What `encode_results` made."""
         return PartResults.decode(data)
 
     def committed(self, metadata: Metadata) -> bytes:
-        """What the other ranks need to describe the checkpoint: its manifest."""
         if self._manifest is None:
             raise CheckpointError("nothing has been committed")
         return bytes(self._manifest.data)
 
     def describe_committed(self, data: bytes) -> Metadata:
-        """The checkpoint's metadata, from what the coordinator's `committed` returned."""
         self._manifest = Root(data, self.store.location)
         return metadata_of(self._manifest, self.storage_meta())
 
     def abandon(self) -> None:
-        """The save has failed on some rank: remove what this rank has written."""
         if self._files is not None:
             save_id, rank = self._files.save_id, self._files.rank
             names = [entry.key for entry in self.store.list()]
@@ -188,7 +142,6 @@ class NativeWriter(StorageWriter):
         self._commit.release()
 
     def may_abandon(self) -> bool:
-        """After `finish` failed: whether the checkpoint is certainly not valid, so that its files are of no use."""
         return self._commit.is_absent()
 
     @classmethod

@@ -6,7 +6,7 @@ It is not used for planners with the default global step: see `ownership`.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +19,7 @@ from terrazzo.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from terrazzo.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from terrazzo.errors import CheckpointError
 
 
@@ -52,11 +52,16 @@ def deduplicated(plans: Sequence[SavePlan], *, lowest_rank: bool) -> list[SavePl
 
 def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:
     """The metadata of the checkpoint that these plans write."""
+    entries = merged_entries([(item.index.fqn, item.tensor_data) for item in plan.items] for plan in plans)
+    return Metadata(entries, planner_data=merged_planner_data([plan.planner_data for plan in plans]))
+
+
+def merged_entries(parts: Iterable[Iterable[tuple[str, TensorWriteData | None]]]) -> dict[str, STORAGE_TYPES]:
+    """What is stored under each name, from the chunks of tensors (None: other values) that each rank writes."""
     entries: dict[str, STORAGE_TYPES] = {}
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            name, data = item.index.fqn, item.tensor_data
+    for rank, part in enumerate(parts):
+        for name, data in part:
             known = entries.get(name)
             if data is None:
                 if known is not None:
@@ -73,7 +78,7 @@ def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:
                     f"{name!r} is {data.properties.dtype} on rank {rank} and {known.properties.dtype} on a lower rank"
                 )
             chunks[name].append(data.chunk)
-    return Metadata(entries, planner_data=merged_planner_data([plan.planner_data for plan in plans]))
+    return entries
 
 
 def merged_planner_data(data: Sequence[Any]) -> dict[str, Any] | None:

@@ -312,21 +312,21 @@ class Agreement:
     ) -> None:
         self.negotiation = negotiation
         self.paths = paths
-        self._rows = rows
+        self.rows = rows
         self._claimed = claimed
         self._split_from = split_from
         self._lowest_rank = lowest_rank
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def settled(self, holders: Sequence[tuple[int, ...]]) -> list[Row]:
         """The rows that this rank writes."""
         shares = self.negotiation.shares(holders, split_from=self._split_from, lowest_rank=self._lowest_rank)
         claimed = set(self._claimed)
-        found = [row for number, row in enumerate(self._rows) if number not in claimed]
+        found = [row for number, row in enumerate(self.rows) if number not in claimed]
         for share in shares:
-            row = self._rows[self._claimed[share.claim]]
+            row = self.rows[self._claimed[share.claim]]
             found += _part_of(row, share) if share.parts > 1 else [row]
         return found
 

@@ -24,13 +24,12 @@ from terrazzo.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
 )
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.native.root import TENSOR, TYPED
-from terrazzo.checkpoint.native.rows import Form, Row, form_of, object_row
+from terrazzo.checkpoint.native.rows import NO_FORM, Form, Row, form_of, object_row
 from terrazzo.checkpoint.plan.flatten import PerRank, flatten_state_dict, matches_any, name_on_rank, paths_to_store
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache, deduplicated, merged_metadata
 from terrazzo.checkpoint.plan.ownership import Agreement, Claim, Negotiation, digests_of_tensors
@@ -43,6 +42,7 @@ from terrazzo.checkpoint.plan.sharded import (
     local_chunks,
 )
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from terrazzo.checkpoint.torch_api.items import item_of, rows_of
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
@@ -54,7 +54,6 @@ _IN_VALUE: Final = (
     "a PerRank in a list or tuple that is stored as one value; a PerRank must be a value of a dict: wrap the whole "
     "list (PerRank([...])), or make it a dict"
 )
-_NO_FORM: Final = Form(torch.uint8, (0,), Box((0,), (0,)), 0)  # of a value whose bytes are not known yet
 _SCALARS: Final = frozenset({bool, int, float, complex, str})
 
 
@@ -154,7 +153,7 @@ class DefaultSavePlanner(SavePlanner):
         described: dict[int, TensorWriteData] = {}  # by form, which many share
         items = []
         for row in rows:
-            item = _item_of(row, described)
+            item = item_of(row, described)
             items.append(item)
             self._held[item.index] = row
         by_key = {row.key: item.index for row, item in zip(rows, items, strict=True)}
@@ -173,19 +172,15 @@ class DefaultSavePlanner(SavePlanner):
     def hold_items(self, plan: SavePlan) -> Agreement:
         """The same of a plan's items, which a subclass may have made or changed; `items_of` is the way back."""
         rows: list[Row] = []
-        forms: dict[int, Form] = {}  # by description, which many items share
         places = {item.index: number for number, item in enumerate(plan.items)}
-        for number, item in enumerate(plan.items):
-            known, data = self._held.get(item.index), item.tensor_data
-            form, kind = _NO_FORM, TYPED
-            if data is not None and (known is None or known.kind == TENSOR):
-                kind = TENSOR
-                form = forms.get(id(data)) or form_of(data.properties.dtype, tuple(data.size), data.chunk.box)
-                forms[id(data)] = form
+        for number, (item, row) in enumerate(zip(plan.items, rows_of(plan.items), strict=True)):
+            known = self._held.get(item.index)
             first = self._ties.get(item.index) if self._hands_out_memory else None
-            value, holders = (None, None) if known is None else (known.value, known.holders)
+            changes: dict[str, Any] = {} if known is None else {"value": known.value, "holders": known.holders}
+            if known is not None and known.kind != TENSOR:
+                changes |= {"form": NO_FORM, "kind": TYPED}
             tied = None if first is None else places.get(first)
-            rows.append(Row(item.index.fqn, form, value, kind, holders, number, tied))
+            rows.append(msgspec.structs.replace(row, key=number, tied=tied, **changes))
         return self._agreeing(rows, None)
 
     def _agreeing(self, rows: list[Row], paths: dict[str, tuple[Any, ...]] | None) -> Agreement:
@@ -404,20 +399,6 @@ def _form(
     if form is None or form.shape != size:
         form = forms[key] = form_of(dtype, tuple(size), box, requires_grad)
     return form
-
-
-def _item_of(row: Row, described: dict[int, TensorWriteData]) -> WriteItem:
-    """A row as PyTorch's item."""
-    form = row.form
-    if row.kind != TENSOR:
-        return WriteItem(MetadataIndex(row.name), WriteItemType.BYTE_IO)
-    data = described.get(id(form))
-    if data is None:
-        chunk = ChunkStorageMetadata(torch.Size(form.box.offsets), torch.Size(form.box.lengths))
-        properties = TensorProperties(form.dtype, requires_grad=form.requires_grad)
-        data = described[id(form)] = TensorWriteData(chunk, properties, torch.Size(form.shape))
-    kind = WriteItemType.TENSOR if form.box.lengths == form.shape else WriteItemType.SHARD
-    return WriteItem(MetadataIndex(row.name, data.chunk.offsets), kind, data)
 
 
 def _has_per_rank(value: Any) -> bool:

@@ -27,8 +27,8 @@ from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import StepFailed, Team, exception_of, failure_of
 from terrazzo.checkpoint.run.events import operation
 from terrazzo.checkpoint.run.once_per_node import Node, Passed, node_name
-from terrazzo.checkpoint.run.sides import check_planner
 from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.torch_api.items import check_planner
 from terrazzo.checkpoint.torch_api.readers import TargetReader
 from terrazzo.errors import CheckpointIOError, TerrazzoError
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,9 +29,10 @@ from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import StepFailed, Team
 from terrazzo.checkpoint.run.events import LOGGER, Event, operation
 from terrazzo.checkpoint.run.locate import find_writer
-from terrazzo.checkpoint.run.sides import WriterSide, check_planner, side_of_writer
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import Store, store_at
+from terrazzo.checkpoint.torch_api.items import check_planner
+from terrazzo.checkpoint.torch_api.writers import RowWriter, SaveSide, side_of_writer
 from terrazzo.errors import CheckpointError
 
 
@@ -41,13 +41,14 @@ class _Hello(msgspec.Struct, array_like=True, frozen=True):
 
     alone: bool  # planner and storage need no global step
     notes: list[Note]
+    about: bytes  # the rows that it could write
     cache_token: str
 
 
 class _Start(msgspec.Struct, array_like=True, frozen=True):
     """All ranks are ready."""
 
-    save_id: str
+    arranged: bytes  # for the ranks' writers
     alone: bool
     unsure: list[int]  # groups of holders whose notes differ
     cache_token: str
@@ -72,7 +73,7 @@ class SaveSession:
     store: Store | None = None
     base: str | os.PathLike[str] | Store | None = None
     _writer: StorageWriter | None = None
-    _side: WriterSide | None = None
+    _side: SaveSide | None = None
     _metadata: Metadata | None = None  # on the coordinator, when the checkpoint is committed
 
     def run(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> Metadata:
@@ -91,7 +92,7 @@ class SaveSession:
                 if self._own is not None:
                     self._own.forget()
 
-    def _discard(self, side: WriterSide) -> None:
+    def _discard(self, side: SaveSide) -> None:
         try:
             side.abandon()
         except (CheckpointError, OSError) as error:  # the error of the save itself will be raised
@@ -104,10 +105,15 @@ class SaveSession:
         return self._writer
 
     @property
-    def side(self) -> WriterSide:
+    def side(self) -> SaveSide:
         """The writer, as the save uses it; only after the save has begun."""
         assert self._side is not None
         return self._side
+
+    @property
+    def _row_writer(self) -> RowWriter:
+        assert isinstance(self._writer, RowWriter)
+        return self._writer
 
     @property
     def _own(self) -> DefaultSavePlanner | None:
@@ -137,11 +143,11 @@ class SaveSession:
                 plan, paths = could.plan, could.held.paths
                 if plan is not None and self._own is not None:
                     shared = replace(plan, items=self._own.items_of(plan, rows))
-                    plan = self.side.place(shared, start.save_id, self.team.rank)
+                    plan = self._row_writer.placed(shared, start.arranged, self.team.rank)
                     paths = plan.planner_data
             with operation("write", self.checkpoint_id, self.team.global_rank) as written:
                 if plan is None:
-                    results = self.side.write(rows, start.save_id, self.team.rank)
+                    results = self._row_writer.write(rows, start.arranged, self.team.rank)
                 else:
                     results = self.writer.write_data(self.planner.finish_plan(plan), self.planner).wait()
                 event.bytes = written.bytes = _bytes_of(results)
@@ -188,8 +194,10 @@ class SaveSession:
                     could = _Could(None if own is None else own.hold_items(plan), plan)
                     event.details["items"] = len(plan.items)
             cache = None if own is None else own.plan_cache
+            alone = own is not None and own.plans_alone and self.side.plans_alone
             hello = _Hello(
-                alone=own is not None and own.plans_alone and self.side.plans_alone,
+                alone,
+                about=self.side.about(could.held.rows) if alone and could.held is not None else b"",
                 notes=could.held.negotiation.notes() if could.held is not None else [],
                 cache_token="" if cache is None or not self.team.is_coordinator else cache.token,
             )
@@ -199,8 +207,8 @@ class SaveSession:
             hellos = [msgspec.msgpack.decode(part, type=_Hello) for part in parts]
             alone = all(hello.alone for hello in hellos)
             unsure = groups_unsure([hello.notes for hello in hellos]) if alone else []
-            save_id = self.side.save_id or uuid.uuid4().hex[:12]
-            return msgspec.msgpack.encode(_Start(save_id, alone, unsure, hellos[0].cache_token))
+            arranged = self.side.arranged([hello.about for hello in hellos]) if alone else b""
+            return msgspec.msgpack.encode(_Start(arranged, alone, unsure, hellos[0].cache_token))
 
         start = msgspec.msgpack.decode(self.team.reduce(prepare, agree), type=_Start)
         return could, start
@@ -256,7 +264,7 @@ def _with_paths(results: bytes, planner_data: Any) -> bytes:
     return msgspec.msgpack.encode((msgspec.msgpack.encode(plain), results))
 
 
-def _all_results(parts: list[bytes], side: WriterSide) -> tuple[list[Sequence[WriteResult]], dict[str, Path] | None]:
+def _all_results(parts: list[bytes], side: SaveSide) -> tuple[list[Sequence[WriteResult]], dict[str, Path] | None]:
     """The results of all ranks, and the paths of all names."""
     results: list[Sequence[WriteResult]] = []
     seen: set[bytes] = set()

@@ -7,51 +7,76 @@ from functools import partial
 from math import prod
 from typing import Any, Final
 
+import msgspec
 import torch
 
-from terrazzo.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from terrazzo.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from terrazzo.checkpoint.native.chunks import Overlap, complete_parts
 from terrazzo.checkpoint.native.dtypes import as_bytes, can_convert
 from terrazzo.checkpoint.native.memory import empty, fault_of
 from terrazzo.checkpoint.native.objects import ObjectBytes
-from terrazzo.checkpoint.native.root import RAW, TYPED
-from terrazzo.checkpoint.native.rows import Form, Row, Target, form_of, object_row
+from terrazzo.checkpoint.native.root import RAW, TENSOR, TYPED
+from terrazzo.checkpoint.native.rows import NO_FORM, Form, Row, Target, form_of, object_row
 from terrazzo.checkpoint.planner import (
     LoadItemType,
     LoadPlanner,
     ReadItem,
-    SavePlan,
     SavePlanner,
+    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
+_THEIRS: Final = "torch.distributed.checkpoint.default_planner"
 AT_ONCE: Final = 32 << 20  # bytes of tensors that are read into memory of their own together
 
 
-def rows_of(plan: SavePlan, planner: SavePlanner) -> list[Row]:
-    """PyTorch's items as rows; the planner is asked for the data of a tensor when it is written."""
+def rows_of(items: Sequence[WriteItem], planner: SavePlanner | None = None) -> list[Row]:
+    """PyTorch's items as rows; the planner is asked for the data of a tensor when it is written.
+
+    Without a planner rows have no data, and those of values no size.
+    """
     tied_to = getattr(planner, "tied_to", None)
-    # Many items share one description; the plan keeps it alive, and with it its id.
+    # Many items share one description; the items keep it alive, and with it its id.
     forms: dict[int, Form] = {}
     rows = []
-    for item in plan.items:
+    for item in items:
         name = item.index.fqn
         if item.type is WriteItemType.BYTE_IO:
-            rows.append(object_row(name, *_payload(planner, item)))
+            row = Row(name, NO_FORM, kind=TYPED) if planner is None else object_row(name, *_payload(planner, item))
+            rows.append(msgspec.structs.replace(row, key=item.index))
             continue
         data = item.tensor_data
         if data is None:
             raise CheckpointError(f"{name!r}: an item of type {item.type} needs tensor_data")
         form = forms.get(id(data))
         if form is None:
-            box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-            form = forms[id(data)] = form_of(data.properties.dtype, tuple(data.size), box)
+            form = forms[id(data)] = form_of(data.properties.dtype, tuple(data.size), data.chunk.box)
         tied = None if tied_to is None else tied_to(item.index)
-        rows.append(Row(name, form, key=item.index, tied=tied, source=partial(data_of, planner, item)))
+        source = None if planner is None else partial(data_of, planner, item)
+        rows.append(Row(name, form, key=item.index, tied=tied, source=source))
     return rows
+
+
+def item_of(row: Row, described: dict[int, TensorWriteData]) -> WriteItem:
+    """A row as PyTorch's item; rows of one form share their description."""
+    form = row.form
+    if row.kind != TENSOR:
+        return WriteItem(MetadataIndex(row.name), WriteItemType.BYTE_IO)
+    data = described.get(id(form))
+    if data is None:
+        chunk = ChunkStorageMetadata(torch.Size(form.box.offsets), torch.Size(form.box.lengths))
+        properties = TensorProperties(form.dtype, requires_grad=form.requires_grad)
+        data = described[id(form)] = TensorWriteData(chunk, properties, torch.Size(form.shape))
+    kind = WriteItemType.TENSOR if form.box.lengths == form.shape else WriteItemType.SHARD
+    return WriteItem(MetadataIndex(row.name, data.chunk.offsets), kind, data)
 
 
 def _payload(planner: SavePlanner, item: WriteItem) -> tuple[int, bytes | ObjectBytes]:
@@ -184,3 +209,14 @@ def _check_convertible(item: ReadItem, stored: torch.dtype, wanted: torch.dtype)
             f"{item.dest_index.fqn!r}: torch cannot convert the checkpoint's {stored} to {wanted}, the dtype of what "
             f"the planner's resolve_tensor returned"
         )
+
+
+def check_planner(planner: object) -> None:
+    """Raise for a planner that is built on PyTorch's default planners: its plans are PyTorch's, not terrazzo's."""
+    for kind in type(planner).__mro__:
+        if kind.__module__ == _THEIRS and kind.__qualname__ in ("DefaultSavePlanner", "DefaultLoadPlanner"):
+            own = type(planner)
+            raise CheckpointError(
+                f"the planner {own.__module__}.{own.__qualname__} is PyTorch's {kind.__qualname__} or built on it; "
+                f"change the import: from terrazzo.checkpoint import {kind.__qualname__}"
+            )

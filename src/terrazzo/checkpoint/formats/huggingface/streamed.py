@@ -17,9 +17,8 @@ import torch
 
 from terrazzo.checkpoint.formats.huggingface.layout import Layout, Slot
 from terrazzo.checkpoint.formats.huggingface.runs import runs_of
-from terrazzo.checkpoint.planner import SavePlanner, WriteItem
+from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.stores import Upload
-from terrazzo.checkpoint.torch_api.items import data_of
 from terrazzo.comm.control import ControlPlane
 from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import boxes_of_flat_range
@@ -29,8 +28,7 @@ _WINDOW: Final = 8 << 20
 
 def write_streamed(
     layout: Layout,
-    items: Sequence[WriteItem],
-    planner: SavePlanner,
+    rows: Sequence[Row],
     plane: ControlPlane,
     begin: Callable[[int], Upload],
     keep: Callable[[int, Upload], None],
@@ -43,7 +41,7 @@ def write_streamed(
     failure: Exception | None = None
     for first in range(0, len(layout.files), plane.size):
         wave = range(first, min(first + plane.size, len(layout.files)))
-        senders = {number: _Sender(layout, number, items, planner) for number in wave}
+        senders = {number: _Sender(layout, number, rows) for number in wave}
         mine = next((number for number in wave if number % plane.size == plane.index), None)
         file: Upload | None = None
         try:
@@ -95,20 +93,16 @@ def _data_size(layout: Layout, number: int) -> int:
 class _Sender:
     """What this rank has of a file."""
 
-    def __init__(self, layout: Layout, number: int, items: Sequence[WriteItem], planner: SavePlanner) -> None:
-        self._planner = planner
-        self._slots: list[Slot] = []
-        self._items: list[list[WriteItem]] = []
-        by_name: dict[str, list[WriteItem]] = {}
-        for item in items:
-            by_name.setdefault(item.index.fqn, []).append(item)
-        for name in layout.files[number].names:
-            if name in by_name:
-                self._slots.append(layout.slots[name])
-                self._items.append(by_name[name])
+    def __init__(self, layout: Layout, number: int, rows: Sequence[Row]) -> None:
+        by_name: dict[str, list[Row]] = {}
+        for row in rows:
+            by_name.setdefault(row.name, []).append(row)
+        names = [name for name in layout.files[number].names if name in by_name]
+        self._slots = [layout.slots[name] for name in names]
+        self._rows = [by_name[name] for name in names]
         self._ends = [slot.start + _nbytes(slot) for slot in self._slots]
         self._starts = [slot.start for slot in self._slots]
-        self._resolved: tuple[WriteItem, torch.Tensor] | None = None  # the last one: the next window wants it, too
+        self._last: tuple[Row, torch.Tensor] | None = None  # with its data: the next window wants it, too
 
     def window(self, begin: int, end: int) -> bytes:
         """The runs of bytes `begin` to `end` of the file that this rank has."""
@@ -121,13 +115,12 @@ class _Sender:
             low = (max(begin, slot.start) - slot.start) // itemsize
             high = (min(end, self._ends[position]) - slot.start) // itemsize
             wanted = boxes_of_flat_range(slot.shape, low, high)
-            for item in self._items[position]:
-                assert item.tensor_data is not None
-                box = item.tensor_data.chunk.box
+            for row in self._rows[position]:
+                box = row.form.box
                 parts = [part for each in wanted if (part := each.intersect(box)) is not None]
                 if not parts:
                     continue
-                data = self._data(item)
+                data = self._data(row)
                 for part in parts:
                     for start, memory in runs_of(data[part.relative_to(box).slices()], part, slot):
                         starts.append(start)
@@ -135,18 +128,11 @@ class _Sender:
                         payload += memory
         return msgspec.msgpack.encode((starts, lengths, payload)) if starts else b""
 
-    def _data(self, item: WriteItem) -> torch.Tensor:
-        if self._resolved is None or self._resolved[0] is not item:
-            self._resolved = None
-            data = data_of(self._planner, item)
-            if (
-                not isinstance(data, torch.Tensor)
-                or item.tensor_data is None
-                or data.shape != item.tensor_data.chunk.sizes
-            ):
-                raise CheckpointError(f"{item.index.fqn}: the planner gave something else than the plan had promised")
-            self._resolved = item, data.detach()
-        return self._resolved[1]
+    def _data(self, row: Row) -> torch.Tensor:
+        if self._last is None or self._last[0] is not row:
+            self._last = None
+            self._last = row, row.tensor().detach()
+        return self._last[1]
 
 
 def _nbytes(slot: Slot) -> int:

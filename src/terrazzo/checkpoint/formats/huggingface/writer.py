@@ -18,45 +18,40 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 from terrazzo.checkpoint.formats.huggingface import files
 from terrazzo.checkpoint.formats.huggingface.claim import Claim, part_name, parts_of
-from terrazzo.checkpoint.formats.huggingface.layout import About, FileLayout, Layout, Slot, lay_out
+from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, lay_out
 from terrazzo.checkpoint.formats.huggingface.runs import runs_of
 from terrazzo.checkpoint.formats.huggingface.streamed import write_streamed
 from terrazzo.checkpoint.formats.registry import check_is_found, import_all
 from terrazzo.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from terrazzo.checkpoint.native.root import TENSOR
+from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.run import messages
-from terrazzo.checkpoint.run.sides import WriterSide
-from terrazzo.checkpoint.storage import StorageWriter, WriteResult
+from terrazzo.checkpoint.storage import WriteResult
 from terrazzo.checkpoint.stores import LocalStore, Place, Store, Upload
 from terrazzo.checkpoint.stores.places import is_url
-from terrazzo.checkpoint.torch_api.items import data_of
+from terrazzo.checkpoint.torch_api.writers import RowWriter
 from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
-from terrazzo.errors import (
-    CheckpointError,
-    UnsupportedValueError,
-)
-from terrazzo.layout.box import Box
+from terrazzo.errors import CheckpointError, UnsupportedValueError
 
 _USUAL: Final = "+"  # ends the id of a save that may use the usual names
 
 
-class HuggingFaceWriter(StorageWriter):
+class HuggingFaceWriter(RowWriter):
     """Writes a flat state dict of tensors as safetensors files.
 
     Args:
@@ -84,7 +79,6 @@ class HuggingFaceWriter(StorageWriter):
     ) -> None:
         self.place = path if isinstance(path, Place) else Place(path)
         self.overwrite = overwrite
-        self.save_id = ""
         self._given = layout
         self._make_layout = make_layout
         self._stem = stem
@@ -107,11 +101,6 @@ class HuggingFaceWriter(StorageWriter):
         """Where the next checkpoint goes."""
         return self.place.path
 
-    @property
-    def plans_alone(self) -> bool:
-        """Whether ranks need not send their plans to the coordinator: if all know the layout."""
-        return self._given is not None
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._release()
         self._claim = None
@@ -128,49 +117,43 @@ class HuggingFaceWriter(StorageWriter):
             self._claim = Claim(self._store, self._stem, [*self._beside], self.save_id, overwrite=self.overwrite)
             if self._claim.usual_names:
                 self.save_id += _USUAL
-            if self._given is not None:
-                self._reserve(self._given)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
+    def about(self, rows: Sequence[Row]) -> bytes:
+        """The tensors that this rank has, if the layout is to be made of them."""
+        for row in rows:
+            if row.kind != TENSOR:
+                raise UnsupportedValueError(f"{row.name} is not a tensor, and safetensors files hold nothing else")
+        if self._given is not None:
+            return b""
+        return messages.encode({row.name: About(row.form.dtype, row.form.shape) for row in rows})
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        tensors: dict[str, About] = {}
-        for plan in plans:
-            for item in plan.items:
-                if item.tensor_data is None:
-                    raise UnsupportedValueError(
-                        f"{item.index.fqn} is not a tensor, and safetensors files hold nothing else"
-                    )
-                tensors[item.index.fqn] = About(item.tensor_data.properties.dtype, tuple(item.tensor_data.size))
-        layout = self._given or self._make_layout(tensors)
-        if self._claim is not None and self._given is None:
-            self._reserve(layout)
-        described = [(file.header, file.size, file.names) for file in layout.files]
-        slots = {name: (slot.file, slot.start, slot.dtype, slot.shape) for name, slot in layout.slots.items()}
-        data = messages.encode((self.save_id, len(plans), described, slots))
-        return [replace(plan, storage_data=data) for plan in plans]
+    def arranged(self, abouts: Sequence[bytes]) -> bytes:
+        """On the coordinator: reserve the files; the save's id, the number of ranks, and the layout if it was made."""
+        layout = self._given
+        if layout is None:
+            tensors: dict[str, About] = {}
+            for about in abouts:
+                tensors.update(messages.decode(about, dict))
+            layout = self._make_layout(tensors)
+        if isinstance(self._store, LocalStore):  # before other ranks open them
+            for number, file in enumerate(layout.files):
+                self._store.reserve(self._part(number), file.size)
+        return messages.encode((self.save_id, len(abouts), layout if self._given is None else None))
 
-    def place_plan(self, plan: SavePlan, save_id: str) -> SavePlan:
-        """The plan of a rank that knows the layout."""
-        return replace(plan, storage_data=save_id)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        ranks = self._settle(plan.storage_data)
+    def write(self, rows: Sequence[Row], arranged: bytes, rank: int) -> _Written:
+        self.save_id, ranks, self._layout = messages.decode(arranged, tuple)
         layout = self._known_layout
-        items = [item for item in plan.items if not self._slot_box(item).is_empty]
-        for item in items:
-            if item.tensor_data is None or item.index.fqn not in layout.slots:
-                raise CheckpointError(f"{item.index.fqn!r}: the plan has it, but the layout of the files does not")
+        rows = [row for row in rows if not row.form.box.is_empty]
+        for row in rows:
+            if row.name not in layout.slots:
+                raise CheckpointError(f"{row.name!r}: the plan has it, but the layout of the files does not")
         if isinstance(self._store, LocalStore):
-            self._write_shared(self._store, layout, items, planner)
+            self._write_shared(self._store, layout, rows)
         else:
-            self._write_streamed(layout, items, planner, ranks)
+            self._write_streamed(layout, rows, ranks)
         results = _Written(layout.digest, self._bytes_written)
-        results += [WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in items]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        results += [WriteResult(MetadataIndex(row.name, row.form.box.offsets), row.form.nbytes, None) for row in rows]
+        return results
 
     def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
         written = [0] * len(self._known_layout.files)
@@ -197,18 +180,28 @@ class HuggingFaceWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(str(self.place), self.save_id)
 
-    def save_side(self) -> _Side:
-        """How a save deals with it."""
-        return _Side(self)
+    def encode_results(self, results: Sequence[WriteResult]) -> bytes:
+        if not isinstance(results, _Written):
+            raise CheckpointError("these results do not come from this writer's write_data")
+        return msgspec.msgpack.encode((results.digest, results.per_file))
+
+    def decode_results(self, data: bytes) -> Sequence[WriteResult]:
+        return _Written(*msgspec.msgpack.decode(data, type=tuple[int, list[int]]))
+
+    def committed(self, metadata: Metadata) -> bytes:
+        return b""
+
+    def describe_committed(self, data: bytes) -> Metadata:
+        metadata = Metadata({})
+        self._describe(metadata)
+        return metadata
 
     def may_abandon(self) -> bool:
-        """Whether the checkpoint is certainly not there, so that what was written is of no use."""
         if self._committed or (self._claim is not None and self._claim.lost):
             return False  # of a save that is lost, names may be another's by now
         return self._claim is None or self._claim.index.is_absent()
 
     def abandon(self) -> None:
-        """The save has failed: remove what this rank has written."""
         if self._last is not None:
             self._last.abort()
         parts = parts_of(self._store, self._id)
@@ -259,35 +252,11 @@ class HuggingFaceWriter(StorageWriter):
 
     # -------------------------------------------------------------- writing
 
-    def _settle(self, data: Any) -> int | None:
-        """Learn the layout and the save's id; how many ranks there are, as far as known."""
-        if isinstance(data, str):
-            self.save_id = data
-            return None
-        if not isinstance(data, bytes):
-            raise CheckpointError("the plan has not passed through this writer's prepare_global_plan")
-        self.save_id, ranks, described, slots = messages.decode(data, tuple)
-        made = tuple(FileLayout(header, size, tuple(names)) for header, size, names in described)
-        self._layout = Layout(made, {name: Slot(*slot) for name, slot in slots.items()})
-        return int(ranks)
-
-    def _slot_box(self, item: WriteItem) -> Box:
-        assert item.tensor_data is not None
-        return item.tensor_data.chunk.box
-
-    def _reserve(self, layout: Layout) -> None:
-        """On the coordinator: make the files, before other ranks open them."""
-        if isinstance(self._store, LocalStore):
-            for number, file in enumerate(layout.files):
-                self._store.reserve(self._part(number), file.size)
-
-    def _write_shared(
-        self, store: LocalStore, layout: Layout, items: Sequence[WriteItem], planner: SavePlanner
-    ) -> None:
+    def _write_shared(self, store: LocalStore, layout: Layout, rows: Sequence[Row]) -> None:
         """Byte ranges of files that all ranks write to."""
-        by_file: dict[int, list[WriteItem]] = {}
-        for item in items:
-            by_file.setdefault(layout.slots[item.index.fqn].file, []).append(item)
+        by_file: dict[int, list[Row]] = {}
+        for row in rows:
+            by_file.setdefault(layout.slots[row.name].file, []).append(row)
         self._bytes_written = [0] * len(layout.files)
         for number, file in enumerate(layout.files):
             if number not in by_file and self._claim is None:
@@ -302,28 +271,17 @@ class HuggingFaceWriter(StorageWriter):
             try:
                 if self._claim is not None:
                     upload.write(0, [memoryview(file.header)])
-                for item in by_file.get(number, ()):
+                for row in by_file.get(number, ()):
                     self._show_life()
-                    self._bytes_written[number] += self._write_item(upload, layout, item, planner)
+                    for start, memory in runs_of(row.tensor().detach(), row.form.box, layout.slots[row.name]):
+                        upload.write(start, [memory])
+                        self._bytes_written[number] += len(memory)
             except BaseException:
                 upload.abort()
                 raise
             upload.finish()
 
-    def _write_item(self, upload: Upload, layout: Layout, item: WriteItem, planner: SavePlanner) -> int:
-        data = data_of(planner, item)
-        box, slot = self._slot_box(item), layout.slots[item.index.fqn]
-        if not isinstance(data, torch.Tensor) or data.shape != box.lengths:
-            raise CheckpointError(f"{item.index.fqn}: the planner gave something else than the plan had promised")
-        nbytes = 0
-        for start, memory in runs_of(data.detach(), box, slot):
-            upload.write(start, [memory])
-            nbytes += len(memory)
-        return nbytes
-
-    def _write_streamed(
-        self, layout: Layout, items: Sequence[WriteItem], planner: SavePlanner, ranks: int | None
-    ) -> None:
+    def _write_streamed(self, layout: Layout, rows: Sequence[Row], ranks: int) -> None:
         """Whole files by one rank each."""
         self._bytes_written = [0] * len(layout.files)
 
@@ -338,7 +296,7 @@ class HuggingFaceWriter(StorageWriter):
             upload.finish()
 
         alone = ranks == 1 or not (dist.is_available() and dist.is_initialized())
-        if not alone and ranks is not None and ranks != dist.get_world_size(self._group):
+        if not alone and ranks != dist.get_world_size(self._group):
             raise CheckpointError(
                 f"{ranks} ranks save, but the writer is for {dist.get_world_size(self._group)}: give it the same "
                 f"process_group as save"
@@ -349,7 +307,7 @@ class HuggingFaceWriter(StorageWriter):
             else ControlPlane.create(self._group, name="safetensors")
         )
         try:
-            write_streamed(layout, items, planner, plane, begin, keep, self._show_life)
+            write_streamed(layout, rows, plane, begin, keep, self._show_life)
         finally:
             plane.close()
 
@@ -424,43 +382,3 @@ class _Written(list[WriteResult]):
         super().__init__()
         self.digest = digest
         self.per_file = tuple(per_file)
-
-
-class _Side(WriterSide):
-    """Ranks that know the layout plan alone, and tell the coordinator only how much they have written."""
-
-    def __init__(self, writer: HuggingFaceWriter) -> None:
-        self._writer = writer
-
-    @property
-    def save_id(self) -> str:  # type: ignore[override]  # an attribute of other writers' sides
-        return self._writer.save_id
-
-    @property
-    def plans_alone(self) -> bool:  # type: ignore[override]  # the same
-        return self._writer.plans_alone
-
-    def place(self, plan: SavePlan, save_id: str, rank: int) -> SavePlan:
-        return self._writer.place_plan(plan, save_id)
-
-    def encode_results(self, results: Sequence[WriteResult]) -> bytes:
-        if not isinstance(results, _Written):
-            raise CheckpointError("these results do not come from this writer's write_data")
-        return msgspec.msgpack.encode((results.digest, results.per_file))
-
-    def decode_results(self, data: bytes) -> Sequence[WriteResult]:
-        return _Written(*msgspec.msgpack.decode(data, type=tuple[int, list[int]]))
-
-    def committed(self, metadata: Metadata) -> bytes:
-        return b""
-
-    def describe_committed(self, data: bytes) -> Metadata:
-        metadata = Metadata({})
-        self._writer._describe(metadata)
-        return metadata
-
-    def may_abandon(self) -> bool:
-        return self._writer.may_abandon()
-
-    def abandon(self) -> None:
-        self._writer.abandon()
