@@ -86,8 +86,8 @@ def plan_save(rank: int, job: Job, state: dict[str, Sharded]) -> int:
     planner.set_up_planner(dict(state), None, rank == 0)
     held = planner.hold()
     assert held is not None
-    assert not groups_unsure([held.negotiation.notes()] * job.ranks)
-    return len(held.settled(held.negotiation.settled()))
+    assert not groups_unsure([held.notes()] * job.ranks)
+    return len(held.settled())
 
 
 def parts_of(job: Job) -> list[WrittenPart]:

@@ -19,7 +19,7 @@ from benchmarks import checkpoint_scale as scale
 from terrazzo.checkpoint.native.merging import SaveFacts, faults_of, merge
 from terrazzo.checkpoint.native.parts import make_part
 from terrazzo.checkpoint.native.root import Root, TensorEntry
-from terrazzo.checkpoint.plan.ownership import Claim, Negotiation, answers, assign, groups_unsure
+from terrazzo.checkpoint.plan.ownership import Agreement, Claim, answers, assign, groups_unsure
 from terrazzo.errors import CheckpointError, DivergentValueError, DivergentValueWarning
 from terrazzo.layout.box import Box
 
@@ -27,12 +27,12 @@ from terrazzo.layout.box import Box
 def settle(all_claims: list[list[Claim]]) -> tuple[list[list[tuple[int, ...]]], int]:
     """The holders that each rank finds, and how many messages it took."""
     world = len(all_claims)
-    sides = [Negotiation(claims, rank, world) for rank, claims in enumerate(all_claims)]
+    sides = [Agreement(claims, rank, world) for rank, claims in enumerate(all_claims)]
     unsure = groups_unsure([side.notes() for side in sides])
     if not unsure:
-        return [side.settled() for side in sides], 1
+        return [side.holders() for side in sides], 1
     replies = answers([side.numbers(unsure) for side in sides])
-    return [side.settled(unsure, reply) for side, reply in zip(sides, replies, strict=True)], 2
+    return [side.holders(unsure, reply) for side, reply in zip(sides, replies, strict=True)], 2
 
 
 def claim(name: str, nbytes: int = 10, holders: tuple[int, ...] | None = None, content: int | None = 0) -> Claim:
@@ -71,7 +71,7 @@ def test_values_that_differ_are_named() -> None:
 
 def test_a_group_that_agrees_is_not_asked_again() -> None:
     claims = [[claim("all"), claim("pair", holders=(0, 1))], [claim("pair", holders=(0, 1))]]
-    sides = [Negotiation(of_rank, rank, 2) for rank, of_rank in enumerate(claims)]
+    sides = [Agreement(of_rank, rank, 2) for rank, of_rank in enumerate(claims)]
     unsure = groups_unsure([side.notes() for side in sides])
     assert [len(side.numbers(unsure)) // 16 for side in sides] == [1, 0]
 

@@ -18,9 +18,9 @@ between ranks is found before anything is written, and is an error that names it
 from __future__ import annotations
 
 import heapq
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -68,21 +68,6 @@ class Note(msgspec.Struct, array_like=True, frozen=True):
     contents: int
 
 
-@dataclass(slots=True)
-class _SameHolders:
-    holders: tuple[int, ...] | None
-    claims: list[Claim] = field(default_factory=list)
-
-    def note(self, world: int) -> Note:
-        ordered = sorted(self.claims, key=lambda claim: claim.identity)
-        return Note(
-            group=_group_id(self.holders),
-            members=world if self.holders is None else len(self.holders),
-            claims=_digest(number for claim in ordered for number in (claim.identity, claim.tied)),
-            contents=_digest(claim.content or 0 for claim in ordered),
-        )
-
-
 def _group_id(holders: tuple[int, ...] | None) -> int:
     return 0 if holders is None else checksum(np.array(holders, dtype="<i8").tobytes()) | 1
 
@@ -91,35 +76,86 @@ def _digest(numbers: Iterable[int]) -> int:
     return checksum(np.fromiter(numbers, dtype=np.uint64).tobytes())
 
 
-class Negotiation:
-    """One rank's side of the agreement on holders: its notes, and its part after the exchange."""
+class Agreement:
+    """Everything that a rank holds, and its side of the agreement on which rank writes what.
 
-    def __init__(self, claims: Sequence[Claim], rank: int, world: int) -> None:
-        self.claims = claims
-        self.rank = rank
+    Args:
+        claims: what other ranks may hold, too.
+        rank: this rank, of `world` in the group.
+        rows: everything that it holds.
+        claimed: the numbers of the rows that the claims are of; the rank writes all others.
+        paths: the path of each name in the nested state dict.
+        split_from: see `assign`, as for `lowest_rank`.
+    """
+
+    def __init__(
+        self,
+        claims: Sequence[Claim],
+        rank: int,
+        world: int,
+        rows: Sequence[Row] = (),
+        claimed: Sequence[int] = (),
+        paths: dict[str, tuple[Any, ...]] | None = None,
+        *,
+        split_from: int = sys.maxsize,
+        lowest_rank: bool = False,
+    ) -> None:
+        self.rows = rows
+        self.paths = paths
+        self._claims = claims
+        self._rank = rank
         self._world = world
-        self._groups: dict[tuple[int, ...] | None, _SameHolders] = {}
-        self._unsure: Sequence[int] = ()
+        self._claimed = claimed
+        self._split_from = split_from
+        self._lowest_rank = lowest_rank
+        self._groups: dict[tuple[int, ...] | None, list[Claim]] = {}  # by their holders
         for claim in claims:
             if claim.holders != (rank,):
-                self._groups.setdefault(claim.holders, _SameHolders(claim.holders)).claims.append(claim)
+                self._groups.setdefault(claim.holders, []).append(claim)
 
     def notes(self) -> list[Note]:
         """The notes to send to the coordinator."""
-        return [group.note(self._world) for group in self._groups.values()]
+        notes = []
+        for holders, claims in self._groups.items():
+            ordered = sorted(claims, key=lambda claim: claim.identity)
+            notes.append(
+                Note(
+                    group=_group_id(holders),
+                    members=self._world if holders is None else len(holders),
+                    claims=_digest(number for claim in ordered for number in (claim.identity, claim.tied)),
+                    contents=_digest(claim.content or 0 for claim in ordered),
+                )
+            )
+        return notes
 
     def numbers(self, unsure: Sequence[int]) -> bytes:
         """For the coordinator: the claims of groups whose members' notes differ."""
         claims = self._claims_of(unsure)
         return np.array([(c.identity, c.content or 0) for c in claims], dtype="<u8").tobytes()
 
-    def settled(self, unsure: Sequence[int] = (), answer: bytes = b"") -> list[tuple[int, ...]]:
-        """The holders of each claim, in order of claims; `answer` is the coordinator's answer to `numbers`, if any.
+    def settled(self, unsure: Sequence[int] = (), answer: bytes = b"") -> list[Row]:
+        """The rows that this rank writes; `answer` is the coordinator's answer to `numbers`, if any."""
+        shares = assign(
+            self._claims,
+            self.holders(unsure, answer),
+            self._rank,
+            split_from=self._split_from,
+            lowest_rank=self._lowest_rank,
+            ties=self._ties(unsure),
+        )
+        claimed = set(self._claimed)
+        found = [row for number, row in enumerate(self.rows) if number not in claimed]
+        for share in shares:
+            row = self.rows[self._claimed[share.claim]]
+            found += _part_of(row, share) if share.parts > 1 else [row]
+        return found
+
+    def holders(self, unsure: Sequence[int] = (), answer: bytes = b"") -> list[tuple[int, ...]]:
+        """The holders of each claim, in order of claims.
 
         Raises `DivergentValueError`, on every holder, for values that differ but must be equal.
         """
         everyone = tuple(range(self._world))
-        self._unsure = unsure
         holders = {}
         if unsure:
             claims = self._claims_of(unsure)
@@ -133,30 +169,25 @@ class Negotiation:
             holders |= {claim.identity: holders[claim.identity][:1] for claim in divergent}
         return [
             holders[claim.identity]
-            if claim.identity in holders and claim.holders != (self.rank,)
+            if claim.identity in holders and claim.holders != (self._rank,)
             else (everyone if claim.holders is None else claim.holders)
-            for claim in self.claims
+            for claim in self._claims
         ]
 
-    def shares(self, holders: Sequence[tuple[int, ...]], *, split_from: int, lowest_rank: bool) -> list[RowShare]:
-        """This rank's part, after `settled`."""
-        ties = self.ties()
-        return assign(self.claims, holders, self.rank, split_from=split_from, lowest_rank=lowest_rank, ties=ties)
-
-    def ties(self) -> dict[int, int]:
-        """The claims that share memory with another one on all their holders, and that one; after `settled`."""
-        if not any(claim.tied for claim in self.claims):
+    def _ties(self, unsure: Sequence[int]) -> dict[int, int]:
+        """The claims that share memory with another one on all their holders, and that one."""
+        if not any(claim.tied for claim in self._claims):
             return {}
-        sure = {holders for holders in self._groups if _group_id(holders) not in self._unsure}
-        places = {(claim.holders, claim.identity): place for place, claim in enumerate(self.claims)}
+        sure = {holders for holders in self._groups if _group_id(holders) not in unsure}
+        places = {(claim.holders, claim.identity): place for place, claim in enumerate(self._claims)}
         return {
             place: places[claim.holders, claim.tied]
-            for place, claim in enumerate(self.claims)
+            for place, claim in enumerate(self._claims)
             if claim.tied and claim.holders in sure and (claim.holders, claim.tied) in places
         }
 
     def _claims_of(self, unsure: Sequence[int]) -> list[Claim]:
-        return [c for holders, group in self._groups.items() if _group_id(holders) in unsure for c in group.claims]
+        return [c for holders, claims in self._groups.items() if _group_id(holders) in unsure for c in claims]
 
 
 class _FoundHolders(msgspec.Struct, array_like=True, frozen=True):
@@ -291,44 +322,6 @@ def assign(
                     shares.append(RowShare(index))
         shares += [RowShare(index) for index in follow if ties and ties[index] in mine]
     return shares
-
-
-class Agreement:
-    """Everything that a rank holds, and its side of the agreement on which rank writes what.
-
-    `claimed` are the numbers of the rows that other ranks may hold, too, in the order of the negotiation's claims; the
-    rank writes all others. `paths` maps names to their paths in the nested state dict.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        claimed: Sequence[int],
-        negotiation: Negotiation,
-        paths: dict[str, tuple[Any, ...]] | None,
-        *,
-        split_from: int,
-        lowest_rank: bool,
-    ) -> None:
-        self.negotiation = negotiation
-        self.paths = paths
-        self.rows = rows
-        self._claimed = claimed
-        self._split_from = split_from
-        self._lowest_rank = lowest_rank
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def settled(self, holders: Sequence[tuple[int, ...]]) -> list[Row]:
-        """The rows that this rank writes."""
-        shares = self.negotiation.shares(holders, split_from=self._split_from, lowest_rank=self._lowest_rank)
-        claimed = set(self._claimed)
-        found = [row for number, row in enumerate(self.rows) if number not in claimed]
-        for share in shares:
-            row = self.rows[self._claimed[share.claim]]
-            found += _part_of(row, share) if share.parts > 1 else [row]
-        return found
 
 
 def _part_of(row: Row, share: RowShare) -> list[Row]:

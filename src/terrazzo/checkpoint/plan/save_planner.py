@@ -32,7 +32,7 @@ from terrazzo.checkpoint.native.root import TENSOR, TYPED
 from terrazzo.checkpoint.native.rows import NO_FORM, Form, Row, form_of, object_row
 from terrazzo.checkpoint.plan.flatten import PerRank, flatten_state_dict, matches_any, name_on_rank, paths_to_store
 from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache, deduplicated, merged_metadata
-from terrazzo.checkpoint.plan.ownership import Agreement, Claim, Negotiation, digests_of_tensors
+from terrazzo.checkpoint.plan.ownership import Agreement, Claim, digests_of_tensors
 from terrazzo.checkpoint.plan.sharded import (
     OWN_MEMORY,
     Holders,
@@ -194,9 +194,11 @@ class DefaultSavePlanner(SavePlanner):
             if first in places:
                 claims[place] = msgspec.structs.replace(claims[place], tied=claims[places[first]].identity)
         return Agreement(
+            claims,
+            self.rank,
+            len(self.ranks),
             rows,
             claimed,
-            Negotiation(claims, self.rank, len(self.ranks)),
             paths,
             split_from=self._split_from,
             lowest_rank=self.dedup_save_to_lowest_rank,

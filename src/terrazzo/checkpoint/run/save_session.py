@@ -129,7 +129,7 @@ class SaveSession:
         answer = b""
         if start.alone and start.unsure:
             assert could.held is not None
-            numbers = could.held.negotiation.numbers
+            numbers = could.held.numbers
             answer = self.team.reduce_scatter(lambda: numbers(start.unsure), answers)
 
         def write() -> bytes:
@@ -139,7 +139,7 @@ class SaveSession:
                 plan: SavePlan | None = central[0]
             else:
                 assert could.held is not None
-                rows = could.held.settled(could.held.negotiation.settled(start.unsure, answer))
+                rows = could.held.settled(start.unsure, answer)
                 plan, paths = could.plan, could.held.paths
                 if plan is not None and self._own is not None:
                     shared = replace(plan, items=self._own.items_of(plan, rows))
@@ -188,7 +188,7 @@ class SaveSession:
                 held = own.hold() if own is not None and self.side.takes_rows else None
                 if held is not None:
                     could = _Could(held)
-                    event.details["items"] = len(held)
+                    event.details["items"] = len(held.rows)
                 else:
                     plan = self._items()
                     could = _Could(None if own is None else own.hold_items(plan), plan)
@@ -198,7 +198,7 @@ class SaveSession:
             hello = _Hello(
                 alone,
                 about=self.side.about(could.held.rows) if alone and could.held is not None else b"",
-                notes=could.held.negotiation.notes() if could.held is not None else [],
+                notes=could.held.notes() if could.held is not None else [],
                 cache_token="" if cache is None or not self.team.is_coordinator else cache.token,
             )
             return msgspec.msgpack.encode(hello)
