@@ -9,8 +9,19 @@ def check_sum(scale):                    # at module level
 
 def test_sum():
     assert run_ranks(2, check_sum, 3.0) == [12.0, 12.0]
+
+`check_rule` compares the sharding rule of an operation with one device.
 """
 
+from typing import TYPE_CHECKING
+
+from terrazzo import _late
 from terrazzo.testing.pool import Outcome, RanksFailed, close_all, preload, run_fresh, run_ranks
 
-__all__ = ["Outcome", "RanksFailed", "close_all", "preload", "run_fresh", "run_ranks"]
+if TYPE_CHECKING:
+    from terrazzo.testing.rules import RuleReport, check_rule
+
+# What imports tensors is imported when it is asked for: ranks start faster without.
+__getattr__, __dir__ = _late.late("terrazzo.testing", {"rules": ["RuleReport", "check_rule"]})
+
+__all__ = ["Outcome", "RanksFailed", "RuleReport", "check_rule", "close_all", "preload", "run_fresh", "run_ranks"]

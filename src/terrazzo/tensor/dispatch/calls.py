@@ -24,7 +24,7 @@ from terrazzo.tensor.dispatch.keys import Route, any_number, remember, routes
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.out import with_out
 from terrazzo.tensor.dispatch.outside_mesh import not_known, replicated_outside_mesh, route_outside_mesh
-from terrazzo.tensor.dispatch.overrides import OVERRIDES, leads_to_override, take_apart
+from terrazzo.tensor.dispatch.overrides import OVERRIDES, Decomposed, leads_to_override, take_apart
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors, first_layout
 from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import first_run
@@ -73,10 +73,13 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         return _by(entry, func, args, kwargs)(func, args, loc, kw, dict(kwargs))
     if OVERRIDES:
         override = OVERRIDES.get(func)
+        if isinstance(override, Decomposed):
+            return _run_and_remember(override, func, args, kwargs, key)
         if override is not None:
-            planned = _run_planned(call, override(call, args, kwargs), args, loc, kw, kwargs)
+            own = override(call, args, kwargs)
+            planned = None if own is None else _run_planned(call, own, args, loc, kw, kwargs)
             if planned is None:
-                return NotImplemented
+                return _run_and_remember(_run_body_or_replicate, func, args, kwargs, key)
             remember(key, planned[1])
             return planned[0]
         if leads_to_override(func, args, kwargs):

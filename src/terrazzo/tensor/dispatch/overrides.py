@@ -7,7 +7,8 @@ function that decomposes into an operator with a user's rule is decomposed befor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
@@ -17,8 +18,22 @@ from terrazzo.tensor.dispatch.spec import Call, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor
 
-OVERRIDES: dict[OpOverload, Callable[[Call, Sequence[Any], Mapping[str, Any]], Spec]] = {}
-"""Rules by operator: functions of the call and of its arguments as they are."""
+
+@dataclass(frozen=True)
+class Decomposed:
+    """A user's function of DTensors that computes an operation from others."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+        """As a route."""
+        return self.function(*args, **kwargs)
+
+
+Override: TypeAlias = Callable[[Call, Sequence[Any], Mapping[str, Any]], Spec | None]
+
+OVERRIDES: dict[Any, Override | Decomposed] = {}
+"""By operator or function: a rule, a function of the call and of its arguments as they are; or a decomposition."""
 
 
 def leads_to_override(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

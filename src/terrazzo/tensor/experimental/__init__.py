@@ -2,7 +2,12 @@
 
 from terrazzo.tensor.experimental.context_parallel import context_parallel, context_parallel_unshard
 from terrazzo.tensor.experimental.local_map import local_map
-from terrazzo.tensor.experimental.register_sharding import register_sharding, unregister_sharding
+from terrazzo.tensor.experimental.register_sharding import (
+    register_decomposition,
+    register_loops,
+    register_sharding,
+    unregister_sharding,
+)
 from terrazzo.tensor.experimental.replication import implicit_replication
 
 __all__ = [
@@ -10,6 +15,8 @@ __all__ = [
     "context_parallel_unshard",
     "implicit_replication",
     "local_map",
+    "register_decomposition",
+    "register_loops",
     "register_sharding",
     "unregister_sharding",
 ]

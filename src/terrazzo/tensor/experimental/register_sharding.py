@@ -1,4 +1,4 @@
-"""`register_sharding`: a user's sharding rule for an operator."""
+"""Users' operations: a sharding rule, the loops, or a decomposition, for an operator or a whole function."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, writes_arg
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Placement
 from terrazzo.tensor.dispatch.keys import any_number, forget
-from terrazzo.tensor.dispatch.overrides import OVERRIDES, on_meta
+from terrazzo.tensor.dispatch.overrides import OVERRIDES, Decomposed, on_meta
 from terrazzo.tensor.dispatch.spec import Acceptable, Call, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
+from terrazzo.tensor.ops.loops import loops
 
 Strategy: TypeAlias = Callable[..., Sequence[tuple[Sequence[Placement | None], Sequence[Placement | None]]]]
 _F = TypeVar("_F", bound=Strategy)
+_D = TypeVar("_D", bound=Callable[..., Any])
+Function: TypeAlias = Callable[..., Any]
 
 
 def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[_F], _F]:
@@ -49,22 +52,86 @@ def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[_F], _
     return register
 
 
-def unregister_sharding(op: OpOverload | Sequence[OpOverload]) -> None:
-    """Undo `register_sharding`: our own rules for the operators, if any, apply again."""
+def register_loops(
+    op: Function | Sequence[Function],
+    text: str,
+    *,
+    sums: str = "",
+    reduce: Mapping[str, str] | None = None,
+    whole: str = "",
+    linear: str | Sequence[Sequence[int]] = (),
+) -> None:
+    """Say by its loops how an operation may be sharded; this replaces our own rule.
+
+    `"mk, kn -> mn"` has a term for each tensor among the arguments, in their order, and for each result. Each letter is
+    a loop that may be sharded. `...` at the beginning of a term are batch dims, which broadcast; `_` is a dim that
+    stays whole. Sharding a loop shards every dim with its letter. Calls whose tensors do not fit are replicated.
+
+    The operation must be able to compute the shape of its results without data: custom operators need
+    `torch.library.register_fake`. `terrazzo.testing.check_rule` finds wrong and missing loops.
+
+        register_loops(torch.ops.mine.gated.default, "...f, ...f -> ...f")
+
+    Args:
+        op: An operator (`torch.ops.mine.gated.default`) or a function of PyTorch's (`torch.softmax`), or several.
+        text: The loops.
+        sums: The loops that are in no result because they are summed.
+        reduce: Other loops that are in no result, with their reductions: `{"k": "max"}`.
+        whole: Loops that are not sharded.
+        linear: Where partial operands may give a partial result: in `"each"` operand by itself, as in a product, in all
+            `"together"`, as in a sum, or in groups of operands by their numbers.
+    """
+    parsed = loops(text, sums=sums, reduce=reduce, whole=whole, linear=linear)
+
+    def rule(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Spec | None:
+        shapes = _output_shapes(call.func, args, kwargs)
+        if len(shapes) != len(parsed.outs):
+            raise DTensorError(
+                f'{call.name} returns {len(shapes)} tensors, but "{text}" has {len(parsed.outs)} results'
+            )
+        return parsed.spec(call.operands, shapes)
+
+    _register(op, rule)
+
+
+def register_decomposition(op: Function | Sequence[Function]) -> Callable[[_D], _D]:
+    """Decorate a function of DTensors that computes an operation from others; it replaces our own rule.
+
+    @register_decomposition(torch.ops.mine.gated.default)
+    def gated(x, gate):
+        return x * torch.sigmoid(gate)
+    """
+
+    def register(function: _D) -> _D:
+        _register(op, Decomposed(function))
+        return function
+
+    return register
+
+
+def unregister_sharding(op: Function | Sequence[Function]) -> None:
+    """Undo `register_sharding`, `register_loops` and `register_decomposition`: our own rules, if any, apply again."""
     for each in _as_ops(op):
         OVERRIDES.pop(each, None)
     forget()
 
 
-def _as_ops(op: OpOverload | Sequence[OpOverload]) -> tuple[OpOverload, ...]:
-    ops = (op,) if isinstance(op, (OpOverload, OpOverloadPacket)) else tuple(op)
+def _register(op: Function | Sequence[Function], rule: Any) -> None:
+    for each in _as_ops(op):
+        OVERRIDES[each] = rule
+        any_number.discard(each)
+    forget()
+
+
+def _as_ops(op: Any) -> tuple[Any, ...]:
+    ops = (op,) if callable(op) else tuple(op)
     for each in ops:
-        if not isinstance(each, OpOverload):
+        if isinstance(each, OpOverloadPacket) or not callable(each):
             raise DTensorError(
                 f"register_sharding takes operators such as torch.ops.aten.relu.default, not {each!r}"
                 + (f": pass an overload, one of {each.overloads()}" if isinstance(each, OpOverloadPacket) else "")
             )
-        if writes_arguments(each):
+        if isinstance(each, OpOverload) and writes_arguments(each):
             raise DTensorError(f"register_sharding: {each} writes its arguments; register its functional form instead")
     return ops
 

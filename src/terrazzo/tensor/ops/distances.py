@@ -6,24 +6,19 @@ from typing import Any
 
 import torch
 
-from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
+from terrazzo.tensor.ops.loops import loops
 from terrazzo.tensor.ops.pointwise import broadcast
 from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.ops.views import norm_dim
+
+_ROWS = loops("...m_, ...n_ -> ...mn")
 
 
 @rule("cdist")
 def cdist(call: Call, x1: Operand, x2: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     """Every row of x1 with every row of x2."""
-    if call.operands != [x1, x2] or min(x1.ndim, x2.ndim) < 2 or x1.shape[-1] != x2.shape[-1]:
-        return None
-    try:
-        batch, (first, second) = broadcast([x1.shape[:-2], x2.shape[:-2]])
-    except RuntimeError:
-        return None
-    n = len(batch)
-    ins: list[Dims] = [(*first, n, None), (*second, n + 1, None)]
-    return Spec(ins, [tuple(range(n + 2))], [(*batch, x1.shape[-2], x2.shape[-2])])
+    return _ROWS.spec(call.operands) if call.operands == [x1, x2] and x1.shape[-1:] == x2.shape[-1:] else None
 
 
 @rule("linalg_cross")

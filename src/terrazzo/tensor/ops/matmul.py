@@ -11,32 +11,26 @@ import torch
 
 from terrazzo.tensor.dispatch.spec import HALF, Call, Dims, Operand, Spec, result_type
 from terrazzo.tensor.ops.accumulate import product_type
-from terrazzo.tensor.ops.pointwise import broadcast
+from terrazzo.tensor.ops.loops import loops
 from terrazzo.tensor.ops.table import rule
 
 
-def contraction(ins: list[Dims], out: Dims, operands: list[Operand]) -> Spec:
-    """The spec of an einsum: loops that the output does not have are summed."""
-    sizes = {
-        f: n for dims, o in zip(ins, operands, strict=True) for f, n in zip(dims, o.shape, strict=True) if f is not None
-    }
-    summed = {f: "sum" for f in sizes if f not in out}
-    shape = tuple(1 if f is None else sizes[f] for f in out)
-    return Spec(ins, [out], [shape], reduce=summed, linear=[(i,) for i in range(len(ins))])
+def _product(text: str, operands: Sequence[Any]) -> Spec | None:
+    """The spec of a product, as einsum has it: loops that the result does not have are summed."""
+    if not all(isinstance(o, Operand) for o in operands):
+        return None
+    ins, _, out = text.partition("->")
+    return loops(text, sums="".join(sorted(set(ins) - set(out) - set(" .,"))), linear="each").spec(operands)
 
 
-def _in_range(spec: Spec, operands: list[Operand]) -> Spec:
+def _in_range(spec: Spec | None, operands: list[Operand]) -> Spec | None:
     """The spec of a product; terms of a half type are reduced before it.
 
     Terms may be much larger than their sum, so that a product of them could overflow float16.
     """
-    if all(o.layout.dual is o.layout for o in operands):
+    if spec is None or all(o.layout.dual is o.layout for o in operands):
         return spec
     return replace(spec, guard=_is_wide, otherwise=replace(spec, linear=[]))
-
-
-def _product(ins: list[Dims], out: Dims, operands: list[Operand]) -> Spec:
-    return _in_range(contraction(ins, out, operands), operands)
 
 
 def _is_wide(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
@@ -46,74 +40,56 @@ def _is_wide(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
     return product_type(dtype, device) not in HALF
 
 
-@rule("mm")
-def mm(call: Call, input: Operand, mat2: Operand) -> Spec | None:
-    if input.ndim != 2 or mat2.ndim != 2 or input.shape[1] != mat2.shape[0]:
-        return None
-    return _product([(0, 1), (1, 2)], (0, 2), [input, mat2])
+_PRODUCTS = {
+    "mm": "mk, kn -> mn",
+    "bmm": "bmk, bkn -> bmn",
+    "mv": "mk, k -> m",
+    "dot": "k, k ->",
+    "inner_1d": "k, k ->",
+    "vdot": "k, k ->",
+    "outer": "m, n -> mn",
+    "ger": "m, n -> mn",
+    "addmm": "mk, kn -> mn",
+    "addmv": "mk, k -> m",
+    "addr": "m, n -> mn",
+    "baddbmm": "bmk, bkn -> bmn",
+    "addbmm": "bmk, bkn -> mn",
+}
 
 
-@rule("bmm")
-def bmm(call: Call, input: Operand, mat2: Operand) -> Spec | None:
-    if input.ndim != 3 or mat2.ndim != 3 or input.shape[0] != mat2.shape[0] or input.shape[2] != mat2.shape[1]:
-        return None
-    return _product([(3, 0, 1), (3, 1, 2)], (3, 0, 2), [input, mat2])
+@rule("mm", "bmm")
+def product(call: Call, input: Operand, mat2: Operand) -> Spec | None:
+    return _in_range(_product(_PRODUCTS[call.name], [input, mat2]), [input, mat2])
 
 
-@rule("mv")
-def mv(call: Call, input: Operand, vec: Operand) -> Spec | None:
-    if input.ndim != 2 or vec.ndim != 1 or input.shape[1] != vec.shape[0]:
-        return None
-    return _product([(0, 1), (1,)], (0,), [input, vec])
+@rule("mv", "outer", "ger")
+def product_with_vector(call: Call, input: Operand, vec: Operand) -> Spec | None:
+    return product(call, input, vec)
 
 
 @rule("dot", "inner_1d", "vdot")
-def dot(call: Call, input: Operand, other: Operand) -> Spec | None:
-    if input.ndim != 1 or input.shape != other.shape:
-        return None
-    return _product([(0,), (0,)], (), [input, other])
-
-
-@rule("outer", "ger")
-def outer(call: Call, input: Operand, vec2: Operand) -> Spec | None:
-    if input.ndim != 1 or vec2.ndim != 1:
-        return None
-    return _product([(0,), (1,)], (0, 1), [input, vec2])
+def product_of_vectors(call: Call, input: Operand, other: Operand) -> Spec | None:
+    return product(call, input, other)
 
 
 @rule("matmul")
 def matmul(call: Call, input: Operand, other: Operand) -> Spec | None:
-    if not isinstance(input, Operand) or not isinstance(other, Operand) or not input.ndim or not other.ndim:
+    if not isinstance(input, Operand) or not isinstance(other, Operand):
         return None
-    a, b = input.shape, other.shape
-    if a[-1] != (b[-2] if len(b) > 1 else b[-1]):
-        return None
-    try:
-        batch, batch_dims = broadcast([a[:-2], b[:-2]])
-    except RuntimeError:
-        return None
-    row, inner, column = len(batch), len(batch) + 1, len(batch) + 2
-    first: Dims = (*batch_dims[0], row, inner) if len(a) > 1 else (inner,)
-    second: Dims = (*batch_dims[1], inner, column) if len(b) > 1 else (inner,)
-    out: Dims = (*range(len(batch)), *((row,) if len(a) > 1 else ()), *((column,) if len(b) > 1 else ()))
-    return _product([first, second], out, [input, other])
+    first, m = ("k", "") if input.ndim == 1 else ("...mk", "m")
+    second, n = ("k", "") if other.ndim == 1 else ("...kn", "n")
+    batch = "..." if len(first) + len(second) > 2 else ""
+    return _in_range(_product(f"{first}, {second} -> {batch}{m}{n}", [input, other]), [input, other])
 
 
 @rule("linear")
 def linear(call: Call, input: Operand, weight: Operand, bias: Any = None) -> Spec | None:
-    if not isinstance(input, Operand) or not isinstance(weight, Operand) or weight.ndim != 2 or not input.ndim:
-        return None
-    if input.shape[-1] != weight.shape[1]:
-        return None
-    batch = tuple(range(input.ndim - 1))
-    inner, column = input.ndim, input.ndim + 1
-    ins: list[Dims] = [(*batch, inner), (column, inner)]
-    spec = contraction(ins, (*batch, column), [input, weight])
-    if bias is None:
+    spec = _product("...k, nk -> ...n", [input, weight])
+    if spec is None or bias is None:
         return _in_range(spec, [input, weight])
     if not isinstance(bias, Operand) or bias.shape != weight.shape[:1]:
         return None
-    return _in_range(_plus(spec, (column,)), [input, weight])
+    return _in_range(_plus(spec, spec.outs[0][-1:]), [input, weight])
 
 
 def _plus(spec: Spec, dims: Dims) -> Spec:
@@ -129,27 +105,15 @@ def _plus(spec: Spec, dims: Dims) -> Spec:
     )
 
 
-_PRODUCTS: dict[str, tuple[list[Dims], Dims]] = {
-    "addmm": ([(0, 1), (1, 2)], (0, 2)),
-    "addmv": ([(0, 1), (1,)], (0,)),
-    "addr": ([(0,), (1,)], (0, 1)),
-    "baddbmm": ([(3, 0, 1), (3, 1, 2)], (3, 0, 2)),
-    "addbmm": ([(3, 0, 1), (3, 1, 2)], (0, 2)),
-}
-
-
 @rule("addmm", "addmv", "addr", "baddbmm", "addbmm")
 def add_product(
     call: Call, input: Operand, first: Operand, second: Operand, *, beta: Any = 1, alpha: Any = 1
 ) -> Spec | None:
-    ins, out = _PRODUCTS[call.name]
     pair = [first, second]
-    if any(not isinstance(o, Operand) or len(dims) != o.ndim for o, dims in zip(pair, ins, strict=True)):
+    spec = _product(_PRODUCTS[call.name], pair)
+    if spec is None:
         return None
-    loops = [loop for dims, o in zip(ins, pair, strict=True) for loop in zip(dims, o.shape, strict=True)]
-    if len(set(loops)) != len({loop for loop, _ in loops}):
-        return None  # their sizes differ
-    spec = contraction(ins, out, pair)
+    out = spec.outs[0]
     full = spec.shapes[0]
     shift = len(full) - input.ndim
     if shift < 0 or any(n not in (1, m) for n, m in zip(input.shape, full[shift:], strict=True)):
@@ -177,21 +141,14 @@ def einsum(call: Call, equation: str, *operands: Any) -> Spec | None:
     if text is None:
         return None
     left, arrow, right = text.partition("->")
-    terms = left.split(",")
-    if len(terms) != len(tensors) or any(len(t) != o.ndim for t, o in zip(terms, tensors, strict=True)):
-        return None
     if not arrow:
         right = "".join(sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1))
-    if any(len(set(t)) != len(t) for t in terms) or len(set(right)) != len(right):
+    if any(len(set(term)) != len(term) for term in (*left.split(","), right)):
         return None  # diagonals
-    sizes: dict[str, int] = {}
-    for term, o in zip(terms, tensors, strict=True):
-        for letter, n in zip(term, o.shape, strict=True):
-            if sizes.setdefault(letter, n) != n:
-                return None  # broadcasting of size 1
-    factor = {letter: i for i, letter in enumerate(sizes)}
-    ins: list[Dims] = [tuple(factor[c] for c in term) for term in terms]
-    spec = _product(ins, tuple(factor[c] for c in right), tensors)
+    spec = _in_range(_product(f"{left}->{right}", tensors), tensors)
+    if spec is None:
+        return None
+    ins = spec.ins
     contracted = {f for f in spec.reduce if sum(f in dims for dims in ins) > 1}
     if not contracted:
         return spec
