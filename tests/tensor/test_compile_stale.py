@@ -5,6 +5,7 @@ Every program here runs eagerly and compiled, before and after one change; the e
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import types
@@ -267,6 +268,21 @@ def test_a_count_of_calls_is_refused_and_runs_eagerly():
         fast(torch.ones(2))
     fast(torch.ones(2))
     assert counting.calls == 2
+
+
+class Caching:
+    @functools.cached_property
+    def mask(self) -> torch.Tensor:
+        return torch.ones(2) * 3
+
+
+def test_what_the_capture_computes_stays_in_no_object():
+    cache = Caching()
+    fast = terrazzo.compile(lambda x: x * cache.mask, backend="aot_eager")
+    with pytest.warns(CompileWarning, match=r"it changes cache.mask"):
+        assert fast(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert type(cache.mask) is torch.Tensor
+    assert fast(torch.ones(2)).tolist() == [3.0, 3.0]
 
 
 def test_compiled_modules_and_functions_are_freed():

@@ -359,7 +359,9 @@ class Surroundings:
         own = getattr(value, "__dict__", None)
         if type(own) is dict and id(own) not in self._visited:
             self._visited[id(own)] = own
-            self._sized.append(own)  # an attribute that is new there may hide one of its class
+            if not _is_of_library(type(value).__module__):
+                self._sized.append(own)  # an attribute that is new there may hide one of its class
+                self._kept.append((label, own))  # or it may hold what the capture computed (`cached_property`)
             self._named(label, own, set(own) if self._any_name else self._names)
         slots = {name for cls in type(value).__mro__ for name in _slots_of(cls)}
         if slots:
