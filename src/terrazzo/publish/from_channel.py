@@ -15,7 +15,7 @@ import torch
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.native.dtypes import as_bytes
 from terrazzo.checkpoint.native.memory import bytes_of
-from terrazzo.checkpoint.run.coordination import Team
+from terrazzo.checkpoint.run.coordination import Team, raising_step_errors
 from terrazzo.comm.serving import Client
 from terrazzo.errors import CommError, CommTimeout
 from terrazzo.publish.channel import Board, Channel, called
@@ -24,7 +24,6 @@ from terrazzo.publish.parts import TensorInfo
 from terrazzo.publish.to_channel import Offer, PublisherListing
 from terrazzo.publish.transfer import Message, plan_messages
 from terrazzo.publish.versions import Version
-from terrazzo.publish.working import raising_step_errors
 
 Match = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], HostCopy]
 
@@ -55,19 +54,19 @@ class ChannelSource:
     def fetch(self, team: Team) -> Version | None:
         """Receive the publisher's version into the host copy, on all ranks together; None if there is none."""
         with raising_step_errors():
-            publisher = team.reduce(lambda: b"", lambda _: self._name_of_publisher()).decode()
+            publisher = team.first(self._name_of_publisher).decode()
             if not publisher:
                 return self._held
             try:
                 if publisher != self._publisher:
                     self._join(team, publisher)
-                found = team.reduce(lambda: b"", lambda _: self._hold_new())
+                found = team.first(self._hold_new)
                 if not found:
                     return self._held
                 offer = msgspec.msgpack.decode(found, type=Offer)
                 self._held = None
                 team.together(partial(self._receive, offer))
-                team.reduce(lambda: b"", lambda _: self._at_all("release", self._group, True))
+                team.first(lambda: self._at_all("release", self._group, True))
             except BaseException:
                 self._leave()
                 raise
@@ -94,11 +93,8 @@ class ChannelSource:
         self._leave()
         self._held = None
 
-        def look(_: list[bytes]) -> bytes:
-            assert self._board is not None
-            return self._board.value("listing")
-
-        data = team.reduce(lambda: b"", look)
+        board = self._board
+        data = team.first(lambda: b"" if board is None else board.value("listing"))
 
         def plan() -> bytes:
             try:

@@ -12,7 +12,7 @@ import torch
 from terrazzo.checkpoint.default_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.native.storage import NativeReader
-from terrazzo.checkpoint.run.coordination import Team
+from terrazzo.checkpoint.run.coordination import Team, raising_step_errors
 from terrazzo.checkpoint.state_dict_loader import load
 from terrazzo.checkpoint.tools.lazy import Checkpoint
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
@@ -22,7 +22,6 @@ from terrazzo.publish.host_copy import HostCopy
 from terrazzo.publish.parts import RESERVED, TensorInfo
 from terrazzo.publish.to_store import CHANGES, DATA, RECORD, VersionRecord
 from terrazzo.publish.versions import Version, Versions
-from terrazzo.publish.working import raising_step_errors
 
 _AT_ONCE: Final = 32 << 20  # bytes of changes that are read at once
 
@@ -52,10 +51,10 @@ class StoreSource:
         with ExitStack() as holding, raising_step_errors():
             held = self._held
 
-            def find(_: list[bytes]) -> bytes:
+            def find() -> bytes:
                 return msgspec.msgpack.encode(list(holding.enter_context(self._versions.hold_needed(held))))
 
-            versions = msgspec.msgpack.decode(team.reduce(lambda: b"", find), type=list[Version])
+            versions = msgspec.msgpack.decode(team.first(find), type=list[Version])
             if versions:
                 self._held = None  # if a rank fails, the host copy has no complete version
                 team.together(lambda: self._read(versions))

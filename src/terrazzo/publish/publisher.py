@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from terrazzo.checkpoint.plan.ownership import digests_of_tensors
+from terrazzo.checkpoint.run.coordination import Team, raising_step_errors
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import DivergentValueError, PublishError
 from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
@@ -22,7 +23,7 @@ from terrazzo.publish.snapshot import Snapshot, published_dtype
 from terrazzo.publish.to_channel import ChannelSender
 from terrazzo.publish.to_store import Policy, StoreSender
 from terrazzo.publish.versions import Version, Versions
-from terrazzo.publish.working import BackgroundWork, raise_if_any, raising_step_errors
+from terrazzo.publish.working import BackgroundWork, raise_if_any
 
 
 class Publisher:
@@ -107,7 +108,7 @@ class Publisher:
         self._last: Version | None = None
         self._open = True
 
-    def _agreed_share(self, team: Any) -> tuple[Parts, bytes, PublishedShare]:
+    def _agreed_share(self, team: Team) -> tuple[Parts, bytes, PublishedShare]:
         parts: list[Parts] = []
 
         def describe() -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import msgspec
@@ -12,7 +12,7 @@ import torch
 from terrazzo.checkpoint.default_planner import DefaultSavePlanner
 from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.plan.sharded import ChunkedTensor, Holders
-from terrazzo.checkpoint.run.coordination import Team
+from terrazzo.checkpoint.run.coordination import Team, raising_step_errors
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.errors import CheckpointExistsError, ConflictError, PublishValueError
 from terrazzo.layout import Box
@@ -20,7 +20,6 @@ from terrazzo.publish.delta import ChangedWindow, differences, sums_of, total_by
 from terrazzo.publish.parts import RESERVED, TensorInfo
 from terrazzo.publish.snapshot import Snapshot, SnapshotWindow
 from terrazzo.publish.versions import Published, Version, Versions
-from terrazzo.publish.working import doing, raising_step_errors
 
 RECORD: Final = f"{RESERVED}record"
 CHANGES: Final = f"{RESERVED}changes/"  # followed by the rank in the process group
@@ -74,12 +73,12 @@ class StoreSender:
     def begin(self, team: Team, snapshot: Snapshot) -> int | None:
         """Take over the list from any earlier publisher. Returns the number of the newest version, or None."""
 
-        def take_over(_: list[bytes]) -> bytes:
+        def take_over() -> bytes:
             self._published = self._versions.take_over()
             newest = self._published.newest
             return msgspec.msgpack.encode(None if newest is None else newest.number)
 
-        return msgspec.msgpack.decode(team.reduce(lambda: b"", take_over), type=int | None)
+        return msgspec.msgpack.decode(team.first(take_over), type=int | None)
 
     def send(self, team: Team, number: int, new: Snapshot, old: Snapshot | None) -> Version:
         """Publish a snapshot; `old` is the previous one. After an error the next version is full."""
@@ -147,11 +146,13 @@ class StoreSender:
         """Save the version; returns the number of its folder, and its id."""
         for last in reversed(range(_TRIES)):
             with raising_step_errors():
-                answer = team.reduce(lambda: b"", lambda _: b"%d" % self._versions.free_place(self._published))
+                answer = team.first(lambda: b"%d" % self._versions.free_place(self._published))
             at = int(answer)
             store = self._versions.store_of(at)
             writer = NativeWriter(store, overwrite=False)
-            session = SaveSession(DefaultSavePlanner(), writer, doing(team, f"publishing {store.location}"), None)
+            session = SaveSession(
+                DefaultSavePlanner(), writer, replace(team, doing=f"publishing {store.location}"), None
+            )
             try:
                 metadata = session.run(lambda: state)
             except (ConflictError, CheckpointExistsError):  # on all ranks: another publisher has taken this folder

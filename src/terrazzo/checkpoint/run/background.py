@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from terrazzo._threads import of_this_process, streams_of_this_thread
 from terrazzo.checkpoint.metadata import Metadata
-from terrazzo.checkpoint.run.coordination import StepFailed, Team
+from terrazzo.checkpoint.run.coordination import Team, raising_step_errors
 from terrazzo.checkpoint.run.process_saver import ProcessSaver
 from terrazzo.checkpoint.run.staging import BlockingAsyncStager
 from terrazzo.comm.control import ControlPlane, time_limit_of
@@ -178,16 +178,11 @@ class Background:
     def process(self, team: Team, timeout: timedelta | None) -> ProcessSaver:
         """The process that saves; started on all ranks if there is none or one has died. Collective."""
         alive = self._process is not None and self._process.alive
-        try:
-            everyone = team.reduce(
-                lambda: b"alive" if alive else b"", lambda replies: b"alive" if all(replies) else b""
-            )
-            if not everyone:
+        with raising_step_errors():
+            if not team.all_true(alive):
                 if self._process is not None:
                     self._process.close()
                 self._process = ProcessSaver(team, timeout)
-        except StepFailed as failed:
-            raise failed.error from failed.error.__cause__
         assert self._process is not None
         return self._process
 

@@ -153,6 +153,15 @@ class StepFailed(Exception):
         self.discard = discard
 
 
+@contextmanager
+def raising_step_errors() -> Iterator[None]:
+    """Raise the error of a step that failed on some rank, as all ranks do, instead of `StepFailed`."""
+    try:
+        yield
+    except StepFailed as failed:
+        raise failed.error from failed.error.__cause__
+
+
 @dataclass(frozen=True, slots=True)
 class Team:
     """The ranks that save or load together, as this process sees them: which of them it is, and the steps of all.
@@ -207,6 +216,14 @@ class Team:
             return b""
 
         self.reduce(run, lambda parts: b"")
+
+    def first(self, work: Callable[[], bytes]) -> bytes:
+        """Call `work` on the coordinator when all ranks are here; every rank gets its result."""
+        return self.reduce(lambda: b"", lambda _: work())
+
+    def all_true(self, yes: bool) -> bool:
+        """Whether `yes` is true on all ranks."""
+        return self.reduce(lambda: b"yes" if yes else b"", lambda said: b"yes" if all(said) else b"") == b"yes"
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -309,8 +326,6 @@ def find_team(
 
 def with_plane(team: Team, connect: Callable[[], ControlPlane]) -> Team:
     """The team with the control plane from `connect`. If that raises, this raises as a failed step does."""
-    try:
-        with team._heard(None):
-            return replace(team, plane=connect())
-    except StepFailed as failed:
-        raise failed.error from failed.error.__cause__
+    with raising_step_errors(), team._heard(None):
+        connected = replace(team, plane=connect())
+    return connected
