@@ -29,7 +29,7 @@ from terrazzo.checkpoint import (
     LoadPlan,
     load,
 )
-from terrazzo.checkpoint.manager.committing import do_together, reduce_over, save_named
+from terrazzo.checkpoint.manager.committing import AllRanks, save_named
 from terrazzo.checkpoint.manager.tiers import Which
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST as LATEST_NAMES
@@ -88,7 +88,8 @@ def save_engine(
     plane = ControlPlane.for_group(timeout=timeout)
     tag = checked_tag(name_of_step(engine.global_steps) if tag is None else tag, plane)
     folder = Place(save_dir)
-    do_together(f"looking at {folder / tag}", lambda: _check_no_link(folder, tag), timeout=timeout)
+    ranks = AllRanks(timeout=timeout)
+    ranks.together(f"looking at {folder / tag}", lambda: _check_no_link(folder, tag))
     if layout == "deepspeed":
         if async_op:
             raise EngineError("layout='deepspeed' cannot be written in the background: leave out async_op")
@@ -98,7 +99,7 @@ def save_engine(
         finished.set_result(None)
         return finished
     state = content(engine, client_state, exclude_frozen=exclude_frozen)
-    return save_named(folder, tag, state, planner=_RunPlanner(), latest=save_latest, async_op=async_op, timeout=timeout)
+    return save_named(folder, tag, state, planner=_RunPlanner(), latest=save_latest, async_op=async_op, ranks=ranks)
 
 
 def save_step(
@@ -178,7 +179,7 @@ def find_to_load(load_dir: str | os.PathLike[str], tag: str | None) -> Place | N
             raise DivergentValueError(f"the ranks asked for different checkpoints in {load_dir}: {tags}")
         return asked[0] if tag is not None else msgspec.json.encode(_latest_tag(load_dir))
 
-    chosen = msgspec.json.decode(reduce_over(doing, ask, choose), type=str | None)
+    chosen = msgspec.json.decode(AllRanks().reduce(doing, ask, choose), type=str | None)
     return None if chosen is None else _on_all_ranks(doing, lambda: _folder_of(load_dir, chosen))
 
 
@@ -203,7 +204,7 @@ def _folder_of(load_dir: str | os.PathLike[str], tag: str) -> Place:
 def _on_all_ranks(doing: str, work: Callable[[], Result]) -> Result:
     """The result of `work`. An error on one rank is raised on all, because they wait for each other."""
     found: list[Result] = []
-    do_together(doing, lambda: found.append(work()))
+    AllRanks().together(doing, lambda: found.append(work()))
     return found[0]
 
 

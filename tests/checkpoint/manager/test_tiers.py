@@ -211,11 +211,12 @@ def test_a_peer_is_a_store(tmp_path: Path):
     assert list(peer.folders()) == ["global_step1"]
     assert sorted(step.list(), key=lambda e: e.key) == sorted(there.beneath("global_step1").list(), key=lambda e: e.key)
     assert bytes(step.get("data-1")[0]) == data and step.stat("latest").size == 1 and not step.exists("absent")
+    assert [entry.key for entry in step.list("data-")] == ["data-1"] and step.list(".") == []
     ends = [bytearray(5_000_000), bytearray(7)]
     for _ in step.read([Request("data-1", 3, [memoryview(end) for end in ends])]):
         pass
     assert bytes(ends[0] + ends[1]) == data[3:5_000_010]
-    assert peer.beneath("global_step2").adopt_from("global_step1", "data-1", "data-2") == "data-2"
+    assert peer.beneath("global_step2").adopt(step, "data-1", "data-2") == "data-2"
     with pytest.raises(FileNotFoundError):
         step.get("absent")
     with pytest.raises(CheckpointCorruptError, match="data-1 has 9000000 bytes, more than the 8999999 "):
@@ -238,7 +239,9 @@ def test_a_peer_is_a_store(tmp_path: Path):
         ("global_step1/..", "list", ("",)),
         ("", "get", ("../secret",)),
         ("global_step1", "get", ("../../secret",)),
-        ("global_step1", "put", ("/tmp/x",)),
+        ("global_step1", "file", ("/tmp/x",)),
+        ("global_step1", "delete", (["data-1", "../../secret"],)),
+        ("global_step1", "__init__", ("/tmp",)),
         ("global_step1", "adopt", ("../..", "secret", "mine")),
         ("global_step1", "adopt", ("global_step2", "secret", "../mine")),
         ("", "remove_folder", (7,)),

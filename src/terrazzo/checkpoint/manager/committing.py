@@ -7,15 +7,49 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.names import name_as_latest
 from terrazzo.checkpoint.planner import SavePlanner
-from terrazzo.checkpoint.run.coordination import StepFailed, find_team
+from terrazzo.checkpoint.run.coordination import find_team, raising_step_errors
 from terrazzo.checkpoint.state_dict_saver import async_save, save
 from terrazzo.checkpoint.stores import Place
+
+
+@dataclass(frozen=True, slots=True)
+class AllRanks:
+    """The ranks of a process group (None: all), for steps that they take together.
+
+    If a step fails on one rank, all raise the same error. No rank waits for another one longer than `timeout`.
+    """
+
+    group: Any = None
+    timeout: timedelta | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank."""
+        return find_team(self.group, alone=True).is_coordinator
+
+    def reduce(self, doing: str, step: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
+        """Call `step` on every rank, then `combine` on the first with all results; every rank gets its result."""
+        team = find_team(self.group, doing=doing, timeout=self.timeout)
+        with raising_step_errors():
+            told = team.reduce(step, combine)
+        return told
+
+    def first(self, doing: str, work: Callable[[], bytes]) -> bytes:
+        """Call `work` on the first rank; every rank gets its result."""
+        return self.reduce(doing, lambda: b"", lambda _: work())
+
+    def together(self, doing: str, work: Callable[[], object]) -> None:
+        """Call `work` on every rank, and return when all are done."""
+        team = find_team(self.group, doing=doing, timeout=self.timeout)
+        with raising_step_errors():
+            team.together(work)
 
 
 class Unmade:
@@ -41,26 +75,26 @@ def save_named(
     base: Place | None = None,
     latest: bool = True,
     async_op: bool = False,
-    process_group: Any = None,
-    timeout: timedelta | None = None,
+    ranks: AllRanks = AllRanks(),  # it does not change
 ) -> Future[None]:
     """Save from all ranks together. The future is done when the checkpoint is committed and `latest` names it.
 
     Args:
         root: The folder of the run.
         name: The checkpoint's name in that folder.
-        state, planner, process_group, timeout: As for `terrazzo.checkpoint.save`.
+        state, planner: As for `terrazzo.checkpoint.save`.
         base: A checkpoint whose unchanged tensors are shared, not written again.
         latest: Whether to write the name to `latest`.
         async_op: Return as soon as the state has been copied.
+        ranks: Those that save.
     """
     place = root / name
     arguments: dict[str, Any] = {"checkpoint_id": place.path} if place.is_named else {"store": place.store}
-    arguments |= {"planner": planner, "process_group": process_group, "timeout": timeout}
+    arguments |= {"planner": planner, "process_group": ranks.group, "timeout": ranks.timeout}
     arguments["base"] = None if base is None else base.store
 
     def move() -> None:
-        if latest and find_team(process_group, alone=True).is_coordinator:
+        if latest and ranks.is_first:
             name_as_latest(root, name)
 
     finished: Future[None] = Future()
@@ -79,33 +113,6 @@ def save_named(
         saving.add_done_callback(committed)
         return finished
     save(state, **arguments)
-    do_together(f"moving latest of {root}", move, process_group, timeout)
+    ranks.together(f"moving latest of {root}", move)
     finished.set_result(None)
     return finished
-
-
-def do_together(
-    doing: str, work: Callable[[], object], process_group: Any = None, timeout: timedelta | None = None
-) -> None:
-    """Call `work` on every rank. Returns when all are done; raises the same error on all ranks if one fails."""
-
-    def run() -> bytes:
-        work()
-        return b""
-
-    reduce_over(doing, run, lambda _: b"", process_group, timeout)
-
-
-def reduce_over(
-    doing: str,
-    step: Callable[[], bytes],
-    combine: Callable[[list[bytes]], bytes],
-    process_group: Any = None,
-    timeout: timedelta | None = None,
-) -> bytes:
-    """Call `step` on every rank, then `combine` on the first with all results; all ranks get its result or error."""
-    team = find_team(process_group, doing=doing, timeout=timeout)
-    try:
-        return team.reduce(step, combine)
-    except StepFailed as failed:
-        raise failed.error from failed.error.__cause__

@@ -11,17 +11,15 @@ names exist on some host; of several valid ones, the one that was committed last
 from __future__ import annotations
 
 import copy
-import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from itertools import groupby
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from terrazzo.checkpoint.manager.committing import reduce_over
+from terrazzo.checkpoint.manager.committing import AllRanks
 from terrazzo.checkpoint.manager.peers import PeerStore, serve_folder
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.root import Root
@@ -101,14 +99,13 @@ class HostsStore(Store):
         return sorted({name for host in self.all for name in host.folders()})
 
     def upload(self, key: str, size: int) -> Upload:
-        own = self.own.upload(key, size)
-        path = os.path.join(self.own.location, key)
-
         def replicate() -> None:
             for other in self.others[: self._replicas]:
-                other.send(key, path)
+                other.send(key, self.own.path / key)
 
-        return _Replicated(own, replicate)
+        upload = self.own.upload(key, size)
+        upload.then = replicate
+        return upload
 
     def list(self, prefix: str = "") -> list[Entry]:
         found: dict[str, Entry] = {}
@@ -146,9 +143,9 @@ class HostsStore(Store):
             data = self.holder(key).get(key, most)[0]
         return data, version_of(data)
 
-    def _whole(self) -> tuple[LocalStore | PeerStore, bytearray]:
+    def _whole(self) -> tuple[LocalStore | PeerStore, bytes | bytearray]:
         """The valid manifest, and a host that has it."""
-        found: list[tuple[float, str, LocalStore | PeerStore, bytearray]] = []
+        found: list[tuple[float, str, LocalStore | PeerStore, bytes | bytearray]] = []
         files: set[tuple[str, int]] | None = None
         errors: list[CheckpointCorruptError] = []
         for host in self.all:
@@ -172,8 +169,7 @@ class HostsStore(Store):
         raise FileNotFoundError(f"no host has a complete checkpoint in {self._folder or self.location}")
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
-        if only_if is not None and self.present(key) != only_if:
-            raise self.conflict(key)
+        self._check_version(key, only_if)
         self.own.put(key, data)
         for other in self.others:
             other.put(key, data)
@@ -233,35 +229,10 @@ class HostsStore(Store):
             return None
         found = None
         for here, there in zip(self.all, other.all, strict=True):
-            if not there.exists(key):
-                continue
-            if isinstance(here, PeerStore):
-                found = here.adopt_from(other._folder, key, name) or found
-            else:
+            if there.exists(key):
                 here.prepare()
                 found = here.adopt(there, key, name) or found
         return found
-
-
-class _Replicated(Upload):
-    """An upload to this host, which sends the complete file to the next hosts."""
-
-    def __init__(self, own: Upload, replicate: Callable[[], object]) -> None:
-        self._own = own
-        self._replicate = replicate
-
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        self._own.write(offset, buffers)
-
-    def truncate(self, size: int) -> None:
-        self._own.truncate(size)
-
-    def finish(self) -> None:
-        self._own.finish()
-        self._replicate()
-
-    def abort(self) -> None:
-        self._own.abort()
 
 
 def needed_files(manifest: Root) -> list[tuple[str, int]]:
@@ -277,20 +248,7 @@ def needed_files(manifest: Root) -> list[tuple[str, int]]:
 # ------------------------------------------------------------------ connecting the hosts
 
 
-class _Home(msgspec.Struct, frozen=True):
-    """What the first rank of a host sends to the others."""
-
-    rank: int
-    address: Address | None = None
-
-
-def connect(
-    own: LocalStore,
-    send_on: Callable[[str, str], None],
-    replicas: int,
-    process_group: Any = None,
-    timeout: timedelta | None = None,
-) -> HostsStore:
+def connect(own: LocalStore, send_on: Callable[[str, str], None], replicas: int, ranks: AllRanks) -> HostsStore:
     """Connect the hosts of a run. Ranks that see the same folder are on the same host. Collective.
 
     Args:
@@ -300,10 +258,10 @@ def connect(
     """
     if not 0 <= replicas:
         raise CheckpointManagerError(f"replicas must be a number of other hosts, 0 or more, not {replicas}")
-    rank = find_team(process_group, alone=True).rank
+    rank = find_team(ranks.group, alone=True).rank
     name = f"{_MARK}{uuid.uuid4().hex[:12]}"
     doing = f"looking for the other hosts of {own.location}"
-    home = rank
+    home = rank  # the first rank of this host
     server: Server | None = None
 
     def mark() -> bytes:
@@ -315,27 +273,23 @@ def connect(
         nonlocal home, server
         seen = {entry.key for entry in own.list(_MARK)}
         home = min(position for position, mark in enumerate(marks) if mark in seen)
-        if home != rank:
-            return b""
-        own.delete(seen - set(marks))  # left by runs that were killed
-        if any(mark not in seen for mark in marks):
-            server = serve_folder(own, own_address(), _PATIENCE, send_on)
-        return msgspec.msgpack.encode(_Home(rank, None if server is None else server.address))
-
-    def gather(parts: list[bytes]) -> bytes:
-        return msgspec.msgpack.encode([msgspec.msgpack.decode(part, type=_Home) for part in parts if part])
+        if home == rank:
+            own.delete(seen - set(marks))  # left by runs that were killed
+            if not seen.issuperset(marks):
+                server = serve_folder(own, own_address(), _PATIENCE, send_on)
+        return msgspec.msgpack.encode((home, None if server is None else server.address))
 
     try:
-        told = reduce_over(doing, mark, msgspec.msgpack.encode, process_group, timeout)
+        told = ranks.reduce(doing, mark, msgspec.msgpack.encode)
         marks = [each.decode() for each in msgspec.msgpack.decode(told, type=list[bytes])]
-        homes = msgspec.msgpack.decode(reduce_over(doing, look, gather, process_group, timeout), type=list[_Home])
+        told = ranks.reduce(doing, look, msgspec.msgpack.encode)
     except BaseException:
         if server is not None:
             server.close()
         raise
     finally:
         own.delete([name])
-    place = [each.rank for each in homes].index(home)
-    addresses = [each.address for each in (*homes[place + 1 :], *homes[:place])]  # the next one first
+    homes = [msgspec.msgpack.decode(each, type=tuple[int, Address | None]) for each in msgspec.msgpack.decode(told)]
+    addresses = [address for _, address in (*homes[home + 1 :], *homes[:home])]  # the next host's first
     others = tuple(PeerStore(Client(address, _PATIENCE)) for address in addresses if address is not None)
     return HostsStore(own, others, replicas, leads=home == rank, server=server)

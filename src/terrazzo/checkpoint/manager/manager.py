@@ -31,7 +31,7 @@ import msgspec
 import torch.distributed as dist
 
 from terrazzo import errors
-from terrazzo.checkpoint.manager.committing import Unmade, do_together, reduce_over, save_named
+from terrazzo.checkpoint.manager.committing import AllRanks, Unmade, save_named
 from terrazzo.checkpoint.manager.housekeeping import Housekeeping
 from terrazzo.checkpoint.manager.keeping import Best, KeepPolicy
 from terrazzo.checkpoint.manager.mending import Loading
@@ -111,8 +111,7 @@ class CheckpointManager:
         self._copy_every = int(copy_every)
         if self._copy_every < 1:
             raise CheckpointManagerError(f"copy_every must be 1 or more, not {copy_every}")
-        self._group = process_group
-        self._timeout = timeout
+        self._ranks = AllRanks(process_group, timeout)
         self._since = time.monotonic()
         self._went_back = False  # whether existing steps may be saved again
         self._trains = False  # a manager that only restores or holds does not copy
@@ -120,9 +119,7 @@ class CheckpointManager:
         self._why_no_latest: CheckpointError | None = None
         self._pending: Future[None] | None = None  # the running save
         self._process = os.getpid()
-        self._tiers = open_tiers(
-            Place(root), local, keep, keep_local, self._best, replicas, process_group=process_group, timeout=timeout
-        )
+        self._tiers = open_tiers(Place(root), local, keep, keep_local, self._best, replicas, self._ranks)
         self._house: Housekeeping | None = Housekeeping(self._tiers)
         self.reload()
         self._last = self._settled = self._records[-1].step if self._records else None
@@ -174,14 +171,13 @@ class CheckpointManager:
                 planner=planner,
                 base=None if base is None else place / name_of_step(base),
                 async_op=self._async,
-                process_group=self._group,
-                timeout=self._timeout,
+                ranks=self._ranks,
             )
         except BaseException:
             self._last = self._settled
             raise
         self._pending, self._trains = saving, True
-        if self._is_first and self._house is not None:
+        if self._ranks.is_first and self._house is not None:
             self._house.after(step, saving)
         return True
 
@@ -205,10 +201,10 @@ class CheckpointManager:
         if any(alike) or not others:
             return any(alike)
 
-        def ask(_: list[bytes]) -> bytes:
+        def ask() -> bytes:
             return b"yes" if any(policy.wants(moment) for policy in others) else b""
 
-        return self._reduce(f"asking whether to save step {step}", lambda: b"", ask) == b"yes"
+        return self._ranks.first(f"asking whether to save step {step}", ask) == b"yes"
 
     def _begin(self, step: int, metrics: Mapping[str, Any] | None, state: object) -> tuple[Record, int | None]:
         """Agree on a save: its record, and the step of the checkpoint whose files it shares."""
@@ -282,7 +278,7 @@ class CheckpointManager:
 
     def _idle(self) -> bool:
         """On the first rank: whether housekeeping is done. Waits for it, but less long than the other ranks wait."""
-        limit, group = self._timeout, self._group
+        limit, group = self._ranks.timeout, self._ranks.group
         if limit is None and len(find_team(group, alone=True).ranks) > 1:
             world: Any = dist.group.WORLD
             limit = time_limit_of(world if group is None else group)
@@ -316,7 +312,7 @@ class CheckpointManager:
 
     def reload(self) -> None:
         """Look again which checkpoints there are."""
-        told = self._reduce(f"looking at {self.root}", lambda: b"", lambda _: self._encoded(self._tiers.look()))
+        told = self._ranks.first(f"looking at {self.root}", lambda: self._encoded(self._tiers.look()))
         self._know(msgspec.msgpack.decode(told, type=_Known))
 
     def _encoded(self, looked: Looked) -> bytes:
@@ -360,11 +356,11 @@ class CheckpointManager:
             return msgspec.msgpack.encode((chosen, self._tiers.all.index(tier), msgspec.Raw(self._encoded(looked))))
 
         try:
-            told = self._reduce(f"restoring {step} from {self.root}", ready, take)
+            told = self._ranks.reduce(f"restoring {step} from {self.root}", ready, take)
             chosen, number, known = msgspec.msgpack.decode(told, type=tuple[int, int, _Known])
             self._know(known)
             (record,) = [each for each in self._records if each.step == chosen]
-            loading = Loading(self._tiers, record, partial(self._load, state, planner), self._group, self._timeout)
+            loading = Loading(self._tiers, record, partial(self._load, state, planner), self._ranks)
             damaged = loading.load_from(self._tiers.all[number], leases)
         finally:
             for lease in leases:
@@ -380,9 +376,10 @@ class CheckpointManager:
         self, state: STATE_DICT_TYPE | Callable[[Store], object], planner: LoadPlanner | None, store: Store
     ) -> None:
         if callable(state):
-            self._together(f"restoring from {store.location}", partial(state, store))
+            self._ranks.together(f"restoring from {store.location}", partial(state, store))
             return
-        load(state, store=store, planner=planner, process_group=self._group, timeout=self._timeout, together=True)
+        group, timeout = self._ranks.group, self._ranks.timeout
+        load(state, store=store, planner=planner, process_group=group, timeout=timeout, together=True)
 
     @contextmanager
     def hold(self, step: Which) -> Iterator[Store]:
@@ -479,22 +476,12 @@ class CheckpointManager:
         if self._house is None:
             raise CheckpointManagerError(f"the manager of {self.root} is closed: construct another one")
 
-    @property
-    def _is_first(self) -> bool:
-        return find_team(self._group, alone=True).is_coordinator
-
-    def _together(self, doing: str, work: Callable[[], object]) -> None:
-        do_together(doing, work, self._group, self._timeout)
-
     def _patiently(self, doing: str, step: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
-        """Like `_reduce`, repeated while `combine` returns nothing because the first rank is busy."""
+        """Like `AllRanks.reduce`, repeated while `combine` returns nothing because the first rank is busy."""
         while True:
-            told = self._reduce(doing, step, combine)
+            told = self._ranks.reduce(doing, step, combine)
             if told:
                 return told
-
-    def _reduce(self, doing: str, step: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
-        return reduce_over(doing, step, combine, self._group, self._timeout)
 
 
 class _Known(msgspec.Struct, array_like=True, frozen=True):

@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from terrazzo.checkpoint.manager.committing import do_together, reduce_over
+from terrazzo.checkpoint.manager.committing import AllRanks
 from terrazzo.checkpoint.manager.copying import copy_file
 from terrazzo.checkpoint.manager.hosts import HostsStore, needed_files
 from terrazzo.checkpoint.manager.records import Record
@@ -24,7 +23,6 @@ from terrazzo.checkpoint.manager.removing import remove, take_to_read
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
 from terrazzo.checkpoint.native.commit import read_manifest
 from terrazzo.checkpoint.native.verify import verify_store
-from terrazzo.checkpoint.run.coordination import find_team
 from terrazzo.checkpoint.stores import Lease, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointException
 
@@ -61,8 +59,7 @@ class Loading:
     tiers: Tiers
     record: Record
     load: Callable[[Store], object]
-    group: Any = None
-    timeout: timedelta | None = None
+    ranks: AllRanks
 
     def load_from(self, tier: Tier, leases: list[Lease]) -> bool:
         """Load from a tier. Returns whether its files are damaged beyond repair, so that the root's were loaded.
@@ -98,15 +95,11 @@ class Loading:
         assert local is not None
 
         def discard() -> None:
-            if not find_team(self.group, alone=True).is_coordinator:
-                return
-            if not remove(local.catalog, self.record.step):
+            if self.ranks.is_first and not remove(local.catalog, self.record.step):
                 where = local.catalog.store_of(self.record.step).location
                 LOGGER.warning("%s is damaged, but is not removed because it is being read", where)
 
-        do_together(
-            f"removing the damaged step {self.record.step} from {local.root}", discard, self.group, self.timeout
-        )
+        self.ranks.together(f"removing the damaged step {self.record.step} from {local.root}", discard)
 
     def _mended(self, tier: Tier) -> _Damage:
         """Verify all files of the checkpoint, and replace damaged ones that are intact on another host."""
@@ -121,19 +114,19 @@ class Loading:
             mine.update(here.damaged)
             return msgspec.msgpack.encode(here)
 
-        told = reduce_over(doing, look, _judged, self.group, self.timeout)
+        told = self.ranks.reduce(doing, look, _judged)
         damage = msgspec.msgpack.decode(told, type=_Damage)
         replaced = {name: what for name, what in mine.items() if name in damage.replaced}
         if damage.replaced:
             # All are removed before the first is fetched, so that only intact files can be fetched.
-            do_together(doing, partial(own.delete, list(replaced)), self.group, self.timeout)
-            do_together(doing, partial(_fetch, store, replaced), self.group, self.timeout)
+            self.ranks.together(doing, partial(own.delete, list(replaced)))
+            self.ranks.together(doing, partial(_fetch, store, replaced))
         return damage
 
     def _held_in_root(self, leases: list[Lease]) -> bool:
         """Whether the root has a copy of this checkpoint, not of another save of the step; if so, hold it."""
 
-        def take(_: list[bytes]) -> bytes:
+        def take() -> bytes:
             catalog = self.tiers.root.catalog
             if self.record not in catalog.read():
                 return b""
@@ -141,7 +134,7 @@ class Loading:
             return b"held"
 
         doing = f"looking for step {self.record.step} in {self.tiers.root.root}"
-        return bool(reduce_over(doing, lambda: b"", take, self.group, self.timeout))
+        return bool(self.ranks.first(doing, take))
 
 
 def _may_be_damage(error: CheckpointException) -> bool:

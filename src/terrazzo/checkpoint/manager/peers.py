@@ -21,6 +21,8 @@ from terrazzo.comm.addresses import listen_at
 from terrazzo.comm.serving import LONGEST, PIECE, Client, Server
 
 _SECRET: Final = 32
+# The operations of a store that are called as they are.
+_PLAIN_CALLS: Final = frozenset("delete delete_ended folders is_link lease_ended list remove_folder stat sync".split())
 
 
 def serve_folder(store: LocalStore, host: str, timeout: float, send_on: Callable[[str, str], None]) -> Server:
@@ -42,52 +44,27 @@ class _Folder:
     def answer(self, operation: str, arguments: tuple[Any, ...], follows: Iterable[bytearray]) -> Any:
         """Carry out an operation on the folder, or on that of a step, whose name is the first argument."""
         folder, *rest = arguments
-        if folder and step_of_name(folder) is None:
-            raise ValueError(f"{folder!r} is not the folder of a step")
-        store = self._store.beneath(folder) if folder else self._store
-        match operation, rest:
-            case "folders", []:
-                return list(store.folders())
-            case "is_link", [str(name)]:
-                return store.is_link(_plain(name))
-            case "list", [str(prefix)]:
-                return [msgspec.structs.astuple(entry) for entry in store.list(prefix)]
-            case "stat", [str(key)]:
-                return msgspec.structs.astuple(store.stat(_plain(key)))
-            case "read", [str(key), int(start), int(size)]:
+        store = self._store.beneath(_step(folder)) if folder else self._store
+        plain = rest if operation == "list" else [_plain(each) for each in rest]  # which gets a prefix, no name
+        match operation, plain:
+            case "read", [key, int(start), int(size)]:
                 buffer = bytearray(min(size, LONGEST))
-                with closing(store.open(_plain(key))) as file:
+                with closing(store.open(key)) as file:
                     file.read_into(start, [memoryview(buffer)])
                 return buffer
-            case "get", [str(key)]:
-                return bytearray(store.get(_plain(key))[0])
-            case "put", [str(key)]:
+            case "get", [key]:
+                return bytearray(store.get(key)[0])
+            case "file", [key]:
                 store.prepare()
-                store.put(_plain(key), b"".join(follows))
-            case "file", [str(key)]:
+                return _write(store.stream(key), follows)
+            case "adopt", [other, key, name]:
                 store.prepare()
-                _write(store.stream(_plain(key)), follows)
-            case "delete", [*keys]:
-                store.delete([_plain(key) for key in keys])
-            case "delete_ended", [*keys]:
-                store.delete_ended([_plain(key) for key in keys])
-            case "sync", []:
-                store.sync()
-            case "remove_folder", [str(name)]:
-                if step_of_name(name) is not None:
-                    self._store.remove_folder(name)
-            case "lease_ended", [str(key), float(sign)]:
-                return store.lease_ended(_plain(key), sign)
-            case "adopt", [str(other), str(key), str(name)]:
-                if step_of_name(other) is None:
-                    raise ValueError(f"{other!r} is not the folder of a step")
-                store.prepare()
-                return store.adopt(self._store.beneath(other), _plain(key), _plain(name))
-            case "send_on", [str(key)]:
-                self._send_on(folder, _plain(key))
-            case _:
-                raise ValueError(f"there is no operation {operation}{tuple(rest)}")
-        return None
+                return store.adopt(self._store.beneath(_step(other)), key, name)
+            case "send_on", [key]:
+                return self._send_on(folder, key)
+        if operation in _PLAIN_CALLS:
+            return getattr(store, operation)(*plain)
+        raise ValueError(f"there is no operation {operation}{tuple(rest)}")
 
 
 class PeerStore(Store):
@@ -118,23 +95,23 @@ class PeerStore(Store):
         return PeerStore(self._client, name)
 
     def list(self, prefix: str = "") -> list[Entry]:
-        return [Entry(*each) for each in self._call("list", prefix)]
+        return msgspec.convert(self._call("list", prefix), list[Entry])
 
     def stat(self, key: str) -> Entry:
-        return Entry(*self._call("stat", key))
+        return msgspec.convert(self._call("stat", key), Entry)
 
     def get(self, key: str, most: int = LARGEST) -> tuple[bytearray, Version]:
         check_size(self, key, self.stat(key).size, most)
         return self._call("get", key), Version("")  # `put` of that host finds the version itself
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
-        self._call("put", key, data=[memoryview(data)], follows=len(data))
+        self._call("file", key, data=[memoryview(data)], follows=len(data))
         return Version("")
 
     def upload(self, key: str, size: int) -> Upload:
-        return MemoryUpload(size, lambda data: self._call("file", key, data=[data], follows=len(data)))
+        return MemoryUpload(size, lambda data: self.put(key, data))
 
-    def send(self, key: str, path: str) -> None:
+    def send(self, key: str, path: str | os.PathLike[str]) -> None:
         """Send a file of this host there."""
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -156,10 +133,10 @@ class PeerStore(Store):
             yield request
 
     def delete(self, keys: Iterable[str]) -> None:
-        self._call("delete", *keys)
+        self._call("delete", list(keys))
 
     def delete_ended(self, keys: Iterable[str]) -> None:
-        self._call("delete_ended", *keys)
+        self._call("delete_ended", list(keys))
 
     def remove_folder(self, name: str) -> None:
         self._call("remove_folder", name)
@@ -170,10 +147,8 @@ class PeerStore(Store):
     def lease_ended(self, key: str, last_sign: float) -> bool:
         return bool(self._call("lease_ended", key, last_sign))
 
-    def adopt_from(self, other: str, key: str, name: str) -> str | None:
-        """Take over a file from another folder of that host, under the key `name`."""
-        adopted = self._call("adopt", other, key, name)
-        return None if adopted is None else str(adopted)
+    def adopt(self, other: Store, key: str, name: str) -> str | None:
+        return self._call("adopt", other.folder, key, name) if isinstance(other, PeerStore) else None
 
 
 def _write(upload: Upload, pieces: Iterable[bytearray]) -> None:
@@ -188,7 +163,16 @@ def _write(upload: Upload, pieces: Iterable[bytearray]) -> None:
     upload.finish()
 
 
-def _plain(key: Any) -> str:
-    if not isinstance(key, str) or "/" in key or not is_plain_name(key):
-        raise ValueError(f"{key!r} is not a plain file name")
-    return key
+def _plain(value: Any) -> Any:
+    """The value, if the names in it are plain."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, str) and ("/" in value or not is_plain_name(value)):
+        raise ValueError(f"{value!r} is not a plain file name")
+    return value
+
+
+def _step(folder: str) -> str:
+    if step_of_name(folder) is None:
+        raise ValueError(f"{folder!r} is not the folder of a step")
+    return folder

@@ -8,10 +8,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
-from terrazzo.checkpoint.manager.committing import do_together, reduce_over
+from terrazzo.checkpoint.manager.committing import AllRanks
 from terrazzo.checkpoint.manager.copying import copy_file
 from terrazzo.checkpoint.manager.hosts import HostsStore, connect
 from terrazzo.checkpoint.manager.keeping import Best, KeepLast, KeepPolicy, not_copied, reasons_to_keep, settled
@@ -196,9 +195,7 @@ def open_tiers(
     keep_local: KeepPolicy | int | None,
     best: Best | None,
     replicas: int,
-    *,
-    process_group: Any = None,
-    timeout: timedelta | None = None,
+    ranks: AllRanks,
 ) -> Tiers:
     """The tiers for a manager's arguments. Collective if it has local folders."""
     top = Tier(root, _settled(keep, best), best)
@@ -214,22 +211,22 @@ def open_tiers(
 
     if root.local is not None and root.local.resolve() == own.path.resolve():
         raise CheckpointManagerError(f"local and root must be different folders, not both {local}")
-    _claim(root, own, process_group, timeout)
-    hosts = connect(own, send_on, replicas, process_group, timeout)
+    _claim(root, own, ranks)
+    hosts = connect(own, send_on, replicas, ranks)
     return Tiers(top, Tier(Place(hosts), below, best), hosts)
 
 
-def _claim(root: Place, own: LocalStore, process_group: Any, timeout: timedelta | None) -> None:
+def _claim(root: Place, own: LocalStore, ranks: AllRanks) -> None:
     """Raise if a local folder has checkpoints of another run, from which this one must not resume."""
     doing = f"looking at the local folder {own.location}"
 
-    def name(_: list[bytes]) -> bytes:
+    def name() -> bytes:
         root.store.prepare()
         with suppress(ConflictError):  # it exists
             root.store.put(RUN, uuid.uuid4().hex.encode(), only_if=ABSENT)
         return bytes(root.store.get(RUN, SMALL)[0])
 
-    told = reduce_over(doing, lambda: b"", name, process_group, timeout)
+    told = ranks.first(doing, name)
 
     def check() -> None:
         own.prepare()
@@ -245,7 +242,7 @@ def _claim(root: Place, own: LocalStore, process_group: Any, timeout: timedelta 
                 "another one"
             )
 
-    do_together(doing, check, process_group, timeout)
+    ranks.together(doing, check)
 
 
 def _settled(keep: KeepPolicy | int | None, best: Best | None) -> KeepPolicy | None:

@@ -442,6 +442,18 @@ class Store(abc.ABC):
         except FileNotFoundError:
             return ABSENT
 
+    def _check_version(self, key: str, only_if: Absent | Version | None) -> None:
+        """Raise a `ConflictError` unless a file has this version, or does not exist (`ABSENT`)."""
+        if only_if is not None and self.present(key) != only_if:
+            raise self.conflict(key)
+
+    def _remove_left(self, key: str) -> None:
+        """Remove what killed processes have left of files that were to be streamed to `key`."""
+        for left in self.list(f".{key}."):
+            if left.key.endswith(TEMPORARY) and self.lease_ended(left.key, left.modified):
+                with suppress(PermissionError):  # it is another user's
+                    self.delete_ended([left.key])
+
     def conflict(self, key: str) -> ConflictError:
         """The error of a `put` whose condition does not hold."""
         return ConflictError(

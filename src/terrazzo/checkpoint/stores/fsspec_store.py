@@ -90,9 +90,7 @@ class FsspecStore(Store):
 
     def stream(self, key: str) -> Upload:
         def begin() -> _Opened:
-            for left in self.list(f".{key}."):  # left by killed processes
-                if self.lease_ended(left.key, left.modified):
-                    self.delete([left.key])
+            self._remove_left(key)
             return _Opened(self, f".{key}.{uuid.uuid4().hex[:12]}{TEMPORARY}", key)
 
         return GrowingUpload(lambda data: self.put(key, data), begin)
@@ -135,8 +133,7 @@ class FsspecStore(Store):
         return data, version_of(data)
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
-        if only_if is not None and self.present(key) != only_if:
-            raise self.conflict(key)
+        self._check_version(key, only_if)
         self._write(key, bytes(data))
         if only_if is not None and self.present(key) != version_of(data):
             raise ConflictError(f"{self._url}/{key} was replaced by another save at the same time")

@@ -165,10 +165,7 @@ class LocalStore(Store):
                 self._os.close(fd)
 
     def stream(self, key: str) -> Upload:
-        for left in self.list(f".{key}."):  # left by killed processes
-            if left.key.endswith(TEMPORARY) and self.lease_ended(left.key, left.modified):
-                with suppress(PermissionError):  # it is another user's
-                    self.delete_ended([left.key])
+        self._remove_left(key)
         return self._replacing(f".{key}.", key)
 
     def folders(self) -> Sequence[str]:
@@ -464,13 +461,14 @@ class _LocalLease(Lease):
 
 
 class LocalUpload(Upload):
-    """A data file that is written under its final name."""
+    """A data file that is written under its final name. `then` is called when it is complete."""
 
     def __init__(self, system: Any, fd: int, path: Path, *, durable: bool) -> None:
         self._os = system
         self._fd = fd
         self._path = str(path)
         self._durable = durable
+        self.then: Callable[[], object] | None = None
         self._behind = 0  # bytes written since the kernel was last asked to start writing to the disk
         self._lock = threading.Lock()
 
@@ -530,6 +528,8 @@ class LocalUpload(Upload):
                 self.sync()
         finally:
             self._close()
+        if self.then is not None:
+            self.then()
 
     def abort(self) -> None:
         if self._fd >= 0:
@@ -570,8 +570,7 @@ class _Replacing(Upload):
                 self._rename()
             else:
                 with self._store.locked(self._key):
-                    if self._store.present(self._key) != only_if:
-                        raise self._store.conflict(self._key)
+                    self._store._check_version(self._key, only_if)
                     self._rename()
         except BaseException:
             self._file.abort()
