@@ -190,6 +190,28 @@ def test_of_many_writers_from_one_version_one_wins(store: Store) -> None:
     assert keys(store) == ["root"]
 
 
+def test_a_reader_gets_one_version_whole(store: Store) -> None:
+    """Also of another size, while others replace it."""
+    versions = [b"a" * 10, b"b" * 70_000, b"c" * 300]
+    store.put("root", versions[0])
+    ended = threading.Event()
+
+    def replace() -> None:
+        try:
+            for number in range(150):
+                store.put("root", versions[number % 3])
+        finally:
+            ended.set()
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    seen = set()
+    while not ended.is_set():
+        seen.add(bytes(store.get("root")[0]))
+    writer.join()
+    assert seen <= set(versions), [len(each) for each in seen]
+
+
 def test_leases_and_lists(store: Store) -> None:
     lease = store.lease("save-1.lease")
     store.put("data-1", b"12")
