@@ -1,0 +1,308 @@
+"""Runs DeepSpeed's own tests on terrazzo.deepspeed, and says which of those that pass on DeepSpeed fail.
+
+    python tests/peer/deepspeeds.py SOURCE [FILE ...] [--results build/peer] [--keep deepspeed|all] [--limit 900]
+
+SOURCE is an unpacked source tree of DeepSpeed (the tests of 0.19.6 are what `docs/deepspeed-tests.md` speaks of); of it
+`tests` is needed. Each FILE, a path or the beginning of one below `tests/unit`, runs once on the installed DeepSpeed
+and once on terrazzo, on CPUs. The table of `docs/deepspeed-tests.md` is printed, then what fails on terrazzo, passes on
+DeepSpeed and is not explained there, then what is explained there and passes.
+
+No test and no assertion is changed. On terrazzo, `import deepspeed` gives `terrazzo.deepspeed`; a name that it does not
+have may be imported, and fails when it is used, so that the other tests of its file run. Ranks are forked from the
+process that runs the file, and end with the first one that fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# Left out are folders about what terrazzo refuses, or has not: automatic tensor and expert parallelism, Ulysses,
+# inference, compiling passes, quantised kernels, NVMe, the launcher.
+FILES = [
+    *(
+        "v1/zero",
+        "runtime/half_precision/test_",
+        "v1/half_precision",
+        "v1/accelerator",
+        "runtime/test_",
+        "runtime/zero",
+    ),
+    *("runtime/pipe", "runtime/activation_checkpointing", "runtime/comm", "runtime/sparse_tensor", "runtime/utils"),
+    *(
+        "checkpoint",
+        "comm",
+        "monitor",
+        "ops/adagrad",
+        "ops/adam",
+        "ops/lion",
+        "ops/muon",
+        "ops/test_op_builder",
+        "pipe",
+    ),
+    *("profiling", "utils"),
+]
+PAGE = Path(__file__).parents[2] / "docs" / "deepspeed-tests.md"
+SECONDS = 90.0  # that the ranks of a test may take
+
+Outcomes = dict[str, list[str]]  # by test: passed, failed or skipped, and why
+
+
+class Absent:
+    """A name that terrazzo.deepspeed does not have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"terrazzo has no {self._name}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self()
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return ()
+
+
+class Names(ModuleType):
+    """A module of `deepspeed` whose names are those of terrazzo's module, if there is one."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        vars(self)["__path__"] = []
+        vars(self)["ours"] = _imported(f"terrazzo.{name}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and not name.startswith("__compatible"):
+            raise AttributeError(name)
+        ours = vars(self)["ours"]
+        if ours is not None and hasattr(ours, name) and not isinstance(getattr(ours, name), ModuleType):
+            return getattr(ours, name)
+        if ours is not None and isinstance(getattr(ours, name, None), ModuleType):
+            return importlib.import_module(f"{self.__name__}.{name}")
+        return Absent(f"{self.__name__}.{name}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        ours = vars(self).get("ours")
+        if isinstance(value, ModuleType) or ours is None or not hasattr(ours, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(ours, name, value)
+
+
+def _imported(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+class _Finder:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "deepspeed" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return Names(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+def forked(execution: Any, num_procs: int, init_method: str) -> None:
+    """`DistributedExec._launch_procs`: the ranks of one test."""
+    from _pytest.outcomes import Failed, Skipped
+
+    context = multiprocessing.get_context("fork")
+    common = sys.modules[type(execution).__mro__[-3].__module__]
+    port = common.get_master_port(20000 + os.getpid() % 10000)
+
+    def rank(number: int, writer: Any) -> None:
+        os.setpgid(0, 0)
+        try:
+            skipped = execution._dist_run(number, num_procs, port, init_method)
+            writer.send(("skipped", skipped) if skipped else ("passed", ""))
+        except Skipped as skip:
+            writer.send(("skipped", skip.msg))
+        except BaseException:
+            writer.send(("failed", f"rank {number}\n{traceback.format_exc()}"))
+        sys.stdout.flush()
+        os._exit(0)
+
+    ranks, readers = [], []
+    for number in range(num_procs):
+        reader, writer = context.Pipe(False)
+        ranks.append(context.Process(target=rank, args=(number, writer)))
+        ranks[-1].start()
+        writer.close()
+        readers.append(reader)
+    end, said, waiting = time.monotonic() + SECONDS, [], list(readers)
+    while waiting and (left := end - time.monotonic()) > 0:
+        for reader in multiprocessing.connection.wait(waiting, left):
+            waiting.remove(reader)
+            try:
+                said.append(reader.recv())
+            except EOFError:
+                said.append(("failed", f"rank {readers.index(reader)} ended"))
+            if said[-1][0] == "failed":
+                end = min(end, time.monotonic() + 2)
+    for process in ranks:
+        if process.is_alive() and waiting:
+            process.kill()
+        process.join()
+    failed = [why for kind, why in said if kind == "failed"]
+    if waiting and not failed:
+        failed = [f"no rank failed, and {len(waiting)} did not end in {SECONDS:.0f} s"]
+    if failed:
+        raise Failed("\n".join(failed), pytrace=False)
+    if said[0][0] == "skipped":
+        raise Skipped(said[0][1])
+
+
+class _Keeps:
+    """Writes the outcomes while the tests run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.outcomes: Outcomes = {}
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.keep(f"{report.nodeid}::(the file)", "failed", str(report.longrepr))
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or not report.passed:
+            outcome = "skipped" if report.skipped else report.outcome
+            if outcome == "passed" and report.nodeid in self.outcomes:
+                return
+            self.keep(report.nodeid, outcome, "" if report.passed else str(report.longrepr)[-6000:])
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        self.collected = [item.nodeid for item in items]
+
+    def keep(self, name: str, outcome: str, why: str) -> None:
+        self.outcomes[name] = [outcome, why]
+        self._path.write_text(json.dumps(self.outcomes, indent=1))
+
+
+def run(source: Path, file: str, peer: str, path: Path) -> None:
+    """Run a file of `tests/unit` in this process, which it changes, and write its outcomes."""
+    import pytest
+    import torch
+
+    os.setpgid(0, 0)
+    log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    os.chdir(source / "tests")
+    if peer == "terrazzo":
+        sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]  # has what is called
+    import deepspeed  # noqa: F401  # either one, before the first fork
+
+    if peer == "deepspeed":
+        # An optional speed-up, which takes a minute to compile.
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    sys.path.insert(0, str(source / "tests"))
+    common = importlib.import_module("unit.common")
+    common.DistributedExec._launch_procs = forked
+    common.set_accelerator_visible = lambda: None
+    common.time = type("Time", (), {"sleep": staticmethod(lambda _: None), "time": staticmethod(time.time)})
+    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", ".", f"unit/{file}"]
+    pytest.main(arguments, plugins=[_Keeps(path)])
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def build_operators() -> None:
+    """Compile what DeepSpeed compiles when it is used first, which takes longer than a test may."""
+    from deepspeed.ops.op_builder import CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder, FusedAdamBuilder
+
+    for builder in (FusedAdamBuilder, CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder):
+        builder().load(verbose=False)
+
+
+def outcomes_of(source: Path, file: str, peer: str, results: Path, limit: float, keep: bool) -> Outcomes:
+    """The outcomes of one file on one of the two libraries; they are kept in a file, too."""
+    path = results / peer / (file.removesuffix(".py").replace("/", ".") + ".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not (keep and path.exists()):
+        path.unlink(missing_ok=True)
+        process = multiprocessing.get_context("fork").Process(target=run, args=(source, file, peer, path))
+        process.start()
+        process.join(limit)
+        if process.is_alive():
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+        if not path.exists():
+            path.write_text("{}")
+    outcomes: Outcomes = json.loads(path.read_text())
+    return outcomes
+
+
+def counted(outcomes: Outcomes) -> str:
+    return "/".join(str(sum(o[0] == kind for o in outcomes.values())) for kind in ("passed", "failed", "skipped"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("files", nargs="*", default=FILES)
+    parser.add_argument("--results", type=Path, default=Path("build/peer"))
+    parser.add_argument("--keep", choices=("deepspeed", "terrazzo", "all"), help="whose outcomes are not made again")
+    parser.add_argument("--only", choices=("deepspeed", "terrazzo"), help="run this library alone; no comparison")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds that a file may take")
+    options = parser.parse_args()
+    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    import pytest  # noqa: F401  # before the forks
+    import torch  # noqa: F401
+
+    source, results = options.source.resolve(), options.results.resolve()
+    unit = source / "tests" / "unit"
+    files = [
+        str(path.relative_to(unit))
+        for start in options.files
+        for path in sorted(unit.rglob("test_*.py"))
+        if str(path.relative_to(unit)).startswith(start)
+    ]
+    if options.only != "terrazzo" and not (results / "operators").exists():
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(results / "operators")
+        building = multiprocessing.get_context("fork").Process(target=build_operators)
+        building.start()
+        building.join()
+    explained = set(re.findall(r"^\| `([^`]+\.py::[^`]+)`", PAGE.read_text() if PAGE.exists() else "", re.MULTILINE))
+    worse, mended, totals = [], [], [0, 0]
+    print("| file | DeepSpeed: passed/failed/skipped | terrazzo | pass on DeepSpeed alone |\n|---|---|---|---|")
+    for file in files:
+        theirs, ours = (
+            {} if options.only not in (None, peer)
+            else outcomes_of(source, file, peer, results, options.limit, options.keep in (peer, "all"))
+            for peer in ("deepspeed", "terrazzo")
+        )  # fmt: skip
+        passing = {test.removeprefix("unit/") for test, outcome in theirs.items() if outcome[0] == "passed"}
+        failing = {test for test in passing if ours.get(f"unit/{test}", [""])[0] != "passed"}
+        totals = [totals[0] + len(passing), totals[1] + len(passing) - len(failing)]
+        print(f"| {file.removesuffix('.py')} | {counted(theirs)} | {counted(ours)} | {len(failing)} |", flush=True)
+        known = {test for test in explained if test.startswith(f"{file}::")}
+        worse += sorted(t for t in failing if not any(t.startswith(k) for k in known))
+        mended += sorted(k for k in known if not any(t.startswith(k) for t in failing))
+    print(f"| together | {totals[0]} pass | {totals[1]} of these pass | {totals[0] - totals[1]} |")
+    print("\nfail on terrazzo alone, and are not explained:", *worse or ["none"], sep="\n    ")
+    print("\nare explained, and pass:", *mended or ["none"], sep="\n    ")
+
+
+if __name__ == "__main__":
+    main()
