@@ -14,13 +14,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from terrazzo.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, make_loader
-from terrazzo.deepspeed.engines import forget, remember
-from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer, NoOptimizer
+from terrazzo.deepspeed.engines import forget, remember, show_between_steps
+from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer, NoOptimizer, view_of
 from terrazzo.deepspeed.settings import SETTINGS, setting
 from terrazzo.deepspeed.utils.sharded import whole
 from terrazzo.deepspeed.zero.status import mark
 from terrazzo.engine import Engine
 from terrazzo.engine.lr import Scheduler
+from terrazzo.errors import EngineError
 
 Results = tuple["DeepSpeedEngine", DeepSpeedOptimizer | None, DataLoader[Any] | None, Scheduler | None]
 
@@ -52,10 +53,11 @@ class DeepSpeedEngine(nn.Module):
         self.module: Any = core.module
         self.config = dict(config)
         self.collate_fn = collate_fn
-        self.optimizer = None if isinstance(core.optimizer, NoOptimizer) else DeepSpeedOptimizer(core)
+        self.optimizer = None if isinstance(core.optimizer, NoOptimizer) else view_of(core)
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
         remember(core)
         mark(core.module)
+        show_between_steps(self.core)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -82,7 +84,13 @@ class DeepSpeedEngine(nn.Module):
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; after the last one of a step, run the optimizer."""
+        if self.optimizer is None:
+            raise EngineError(
+                "step() needs an optimizer: pass one to deepspeed.initialize, or describe it in the config's "
+                "`optimizer`"
+            )
         self.core.step(lr_kwargs)
+        show_between_steps(self.core)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -162,6 +170,7 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """Save the whole state of the run; returns True."""
         self.core.save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters).result()
+        show_between_steps(self.core)
         return True
 
     def load_checkpoint(
@@ -175,9 +184,15 @@ class DeepSpeedEngine(nn.Module):
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Resume; returns the checkpoint's path and the client state, or None and None."""
+        if custom_load_fn is not None:
+            raise EngineError(
+                "custom_load_fn is not supported: the state of a module is never whole in one file. Load the values "
+                "yourself, and pass them to load_module_state_dict"
+            )
         path, client_state = self.core.load_checkpoint(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )
+        show_between_steps(self.core)
         return (None, None) if path is None else (path, client_state)
 
     def module_state_dict(
@@ -222,6 +237,7 @@ class DeepSpeedEngine(nn.Module):
             os.makedirs(save_dir, exist_ok=True)
             torch.save(gathered, os.path.join(save_dir, save_filename))
         dist.barrier()
+        show_between_steps(self.core)
         return True
 
     save_fp16_model = save_16bit_model
@@ -272,7 +288,9 @@ class DeepSpeedEngine(nn.Module):
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
         """Load the model from a checkpoint's `module`, or from a state dict."""
         state = checkpoint.get("module", checkpoint)
+        self.core.reshard()
         set_model_state_dict(self.module, dict(state), options=StateDictOptions(strict=strict, full_state_dict=True))
+        show_between_steps(self.core)
 
     def loss_scale(self) -> float:
         """The factor by which the loss is multiplied."""
@@ -290,8 +308,19 @@ class DeepSpeedEngine(nn.Module):
 
     # ------------------------------------------------------------------ other methods
 
-    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **_: Any) -> None:
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
         """Compile the model's forward with `torch.compile`."""
+        if schedule is not None or compiled_autograd_enabled:
+            raise EngineError(
+                "compile() has neither a schedule of DeepCompile's passes nor compiled autograd: leave `schedule` and "
+                "`compiled_autograd_enabled` out"
+            )
         self.module.compile(backend=backend, **(compile_kwargs or {}))
         self._compiled = True
 
@@ -301,8 +330,9 @@ class DeepSpeedEngine(nn.Module):
         return getattr(self, "_compiled", False)
 
     def empty_partition_cache(self) -> None:
-        """Reshard all parameters."""
-        self.core.reshard()
+        """Reshard all parameters, in stage 3."""
+        if self.core.stage == 3:
+            self.core.reshard()
 
     def destroy(self) -> None:
         """Release the engine: it is no longer used."""

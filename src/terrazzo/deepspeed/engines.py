@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 from torch import Tensor
 
 from terrazzo.engine import Engine
 from terrazzo.engine.reports import CommsReport
+from terrazzo.fsdp.whole import sharded_of, show_whole
 from terrazzo.tensor import DTensor
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -37,13 +39,35 @@ def comms_reports() -> list[CommsReport | None]:
 
 
 def as_sharded(parameter: Tensor) -> Tensor:
-    """The shard of a parameter, which may be unsharded while gradients are accumulated."""
-    for engine in _engines:
-        for name, found in engine.module.named_parameters():
-            if found is parameter and not isinstance(found, DTensor):
-                engine.reshard()
-                return dict(engine.module.named_parameters())[name]
-    return parameter
+    """The sharded parameter of an unsharded one, with what users have written to that."""
+    if isinstance(parameter, DTensor):
+        return parameter
+    found = (sharded_of(engine.module, parameter) for engine in _engines)
+    return next((p for p in found if p is not None), parameter)
+
+
+def is_whole(parameter: Tensor) -> bool:
+    """Whether it is a whole parameter between steps, which users may write to."""
+    return any(_shows_whole(e) and any(parameter is p for p in e.module.parameters()) for e in _engines)
+
+
+def show_again(written: Iterable[Tensor]) -> None:
+    """Have whole parameters between steps show what was written to these shards; called on all ranks."""
+    # In the order of the parameters, which is the same on all ranks.
+    found = [next((e for e in _engines if sharded_of(e.module, p) is not None), None) for p in written]
+    for engine in dict.fromkeys(engine for engine in found if engine is not None and _shows_whole(engine)):
+        engine.reshard()
+        show_whole(engine.module)
+
+
+def _shows_whole(engine: Engine) -> bool:
+    return engine.stage < 3 and engine.pipeline is None and engine.between_steps
+
+
+def show_between_steps(engine: Engine) -> None:
+    """Have whole, plain tensors as parameters, where every rank has all of them in DeepSpeed."""
+    if _shows_whole(engine):
+        show_whole(engine.module)
 
 
 def reshard_all() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine import Engine
 from terrazzo.errors import EngineError
+from terrazzo.tensor import DTensor
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
@@ -57,6 +58,29 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """The same as `loss_scale`."""
         return self.loss_scale
 
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The loss scale and its counts, under DeepSpeed's names."""
+        return LossScaler(self._engine)
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts to overflows."""
+        return self._engine.loss_scale.dynamic
+
+    @property
+    def clip_grad(self) -> float:
+        """The limit of the gradients' norm; 0 for none."""
+        return self._engine.config.gradient_clipping
+
+    @property
+    def fp32_groups_flat(self) -> list[Tensor]:
+        """A copy of this rank's part of the parameters, one flat tensor for each param group."""
+        parts = [[_flat_part(p) for p in group["params"]] for group in self.param_groups]
+        return [torch.cat(group) for group in parts if group]
+
+    fp32_partitioned_groups_flat = single_partition_of_fp32_groups = fp32_groups_flat
+
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """The engine's backward, of a loss that is divided by the number of micro-batches already."""
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
@@ -78,14 +102,75 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
 
+class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
+    """That of ZeRO stages 1 and 2."""
+
+
+class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
+    """That of ZeRO stage 3."""
+
+
+class FP16_Optimizer(DeepSpeedOptimizer):
+    """That of float16 in stage 0."""
+
+
+class BF16_Optimizer(DeepSpeedOptimizer):
+    """That of bfloat16 in stage 0."""
+
+
+FP16_UnfusedOptimizer = FP16_Optimizer
+
+
+def view_of(engine: Engine) -> DeepSpeedOptimizer:
+    """The optimizer of an engine, of the class that scripts look for."""
+    if engine.stage == 0:
+        half = FP16_Optimizer if engine.fp16_enabled() else BF16_Optimizer
+        return half(engine) if engine.dtype is not torch.float32 else DeepSpeedOptimizer(engine)
+    return DeepSpeedZeroOptimizer_Stage3(engine) if engine.stage == 3 else DeepSpeedZeroOptimizer(engine)
+
+
+def _flat_part(parameter: Tensor) -> Tensor:
+    local = parameter.detach()
+    return (local.to_local() if isinstance(local, DTensor) else local).reshape(-1).float().clone()
+
+
+_SCALER = {
+    "cur_scale": "value",
+    "loss_scale": "value",
+    "dynamic": "dynamic",
+    "cur_iter": "steps",
+    "last_overflow_iter": "last_overflow",
+    "cur_hysteresis": "left",
+    "delayed_shift": "hysteresis",
+    "scale_window": "window",
+    "scale_factor": "factor",
+    "min_scale": "minimum",
+    "consecutive_hysteresis": "consecutive",
+}
+
+
+class LossScaler:
+    """A view of an engine's loss scale; a name that a constant one does not have raises AttributeError."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.__dict__["_scale"] = engine.loss_scale
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _SCALER:
+            raise AttributeError(f"the loss scaler has no {name!r}, only {', '.join(_SCALER)}")
+        return getattr(self._scale, _SCALER[name])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _SCALER:
+            raise AttributeError(f"the loss scaler has no {name!r}, only {', '.join(_SCALER)}")
+        setattr(self._scale, _SCALER[name], value)
+
+
 class NoOptimizer(torch.optim.Optimizer):
     """Stands for the optimizer of an engine without one: the model is sharded, but cannot be trained."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(list(parameters) or [nn.Parameter(torch.empty(0, device="cpu"))], {})
 
-    def step(self, closure: Any = None) -> NoReturn:
-        """Raises: there is nothing to step."""
-        raise EngineError(
-            "step() needs an optimizer: pass one to deepspeed.initialize, or describe it in the config's `optimizer`"
-        )
+    def step(self, closure: Any = None) -> None:
+        """Does nothing, so that the state of this optimizer can be saved, which is empty."""

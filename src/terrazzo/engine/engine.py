@@ -490,7 +490,7 @@ class Engine:
         return self.losses.gradient_scale(self.loss_scale.value, self.batch.accumulation)
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping; None if it was not computed. Waits for the device."""
+        """The norm of the last step's gradients before clipping; None before the first. Waits for the device."""
         return None if self._norm is None else float(self._norm)
 
     def get_lr(self) -> list[float]:

@@ -16,7 +16,7 @@ from terrazzo.tensor import DTensor
 class Prepared:
     """Facts about a step's gradients."""
 
-    norm: torch.Tensor | None  # before clipping, on the device; None if it was not needed
+    norm: torch.Tensor  # before clipping, on the device
     overflow: bool  # if so, they cannot be used
 
 
@@ -42,17 +42,15 @@ def prepare_gradients(
     """
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     gradients = [p.grad for p in trained]
-    norm: torch.Tensor | None = None
     factor: float | torch.Tensor = 1.0 / scale
-    if limit or may_overflow:
-        norm = _norm([p.grad for p in trained if p not in uncounted] if uncounted else gradients)
-        if combine is not None:
-            norm = combine(norm)
-        norm = norm / scale
-        if may_overflow and not math.isfinite(norm):
-            return Prepared(norm, overflow=True)
-        if limit:
-            factor = factor * (limit / (norm + 1e-6)).clamp(max=1.0)
+    norm = _norm([p.grad for p in trained if p not in uncounted] if uncounted else gradients)
+    if combine is not None:
+        norm = combine(norm)
+    norm = norm / scale
+    if may_overflow and not math.isfinite(norm):
+        return Prepared(norm, overflow=True)
+    if limit:
+        factor = factor * (limit / (norm + 1e-6)).clamp(max=1.0)
     if gradients and not (isinstance(factor, float) and factor == 1.0):
         locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         if isinstance(factor, torch.Tensor):

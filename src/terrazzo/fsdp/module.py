@@ -21,6 +21,7 @@ from terrazzo.fsdp.run.hooks import after_forward, before_forward, forward_faile
 from terrazzo.fsdp.run.root import root_of
 from terrazzo.fsdp.run.staging import GroupMemory, SymmetricMemory, refuse_own
 from terrazzo.fsdp.settings import AllGather, ReduceScatter, Staging
+from terrazzo.fsdp.whole import shown_whole
 
 if TYPE_CHECKING:
     _Module = nn.Module  # for type checkers: a sharded module is a module, too
@@ -336,12 +337,16 @@ class UnshardHandle:
 
 
 def keep_state_dicts_sharded(group: Group) -> None:
-    """Reshard before a state dict is made or loaded, so that state dicts always have sharded parameters."""
+    """Reshard before a state dict is made or loaded, so that state dicts always have sharded parameters.
+
+    Not those of a model that shows whole parameters between steps.
+    """
 
     def reshard(*args: Any, **kwargs: Any) -> None:
         if group.root is not None:
             group.root.settle(wait=True)  # no state of ranks that have diverged is saved
-            group.root.reshard(group.unit)
+            if group.root not in shown_whole:
+                group.root.reshard(group.unit)
 
     for module in group.holders():
         module.register_state_dict_pre_hook(reshard)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.deepspeed.engines import as_sharded, engine_of
+from terrazzo.deepspeed.engines import as_sharded, engine_of, show_again
 from terrazzo.errors import EngineValueError
 from terrazzo.tensor import DTensor, distribute_tensor
 
@@ -69,6 +69,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Set the parameter from a whole tensor."""
     param = as_sharded(param)
     copy_into(param, value)
+    show_again([param])
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
@@ -108,6 +109,7 @@ def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     """Set this rank's part of the parameter."""
     param = as_sharded(param)
     _copy_part(param.detach(), value)
+    show_again([param])
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.dispatching import tree_map
 from terrazzo.comm import axis_of, collectives
-from terrazzo.deepspeed.engines import as_sharded, reshard_all
+from terrazzo.deepspeed.engines import as_sharded, is_whole, reshard_all, show_again
 from terrazzo.deepspeed.utils.sharded import copy_into, whole
 from terrazzo.deepspeed.zero.status import mark_as_whole
 from terrazzo.engine.placing import on_device
@@ -59,7 +59,7 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         # While gradients are accumulated the user may pass the unsharded parameter instead of the sharded one.
-        shards = {number: as_sharded(p) for number, p in self._given.items()}
+        shards = {number: p if is_whole(p) else as_sharded(p) for number, p in self._given.items()}
         sharded = {id(p): p for p in shards.values() if isinstance(p, DTensor)}
         self._plain = [p for p in shards.values() if not isinstance(p, DTensor)]
         if sharded:
@@ -82,8 +82,9 @@ class GatheredParameters:
             return
         for parameter, tensor in gathered:
             copy_into(parameter, _from_writer(tensor, holders(parameter), self._writer))
+        show_again([parameter for parameter, _ in gathered])
         for parameter in self._plain:
-            copy_into(parameter, _from_writer(parameter.detach(), holders(parameter), self._writer))
+            copy_into(parameter, _from_writer(parameter.detach().clone(), holders(parameter), self._writer))
 
 
 def holders(parameter: Tensor) -> DeviceMesh | None:

@@ -1,7 +1,6 @@
 """Attributes that scripts read from a parameter: whether it is sharded, and its whole size.
 
-In DeepSpeed parameters have them in stage 3. Here parameters are DTensors in every stage, so a script that gathers
-parameters with these attributes works in all stages.
+DTensors have them: parameters of stage 3, and those of other stages between the last backward and the step.
 """
 
 from __future__ import annotations
@@ -43,3 +42,4 @@ def mark_as_whole(whole: Tensor, parameter: Tensor) -> None:
 def _set(parameter: Any, number: int, status: ZeroParamStatus) -> None:
     parameter.ds_id, parameter.ds_status = number, status
     parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
+    parameter.ds_persist = False  # none is left whole because it is small

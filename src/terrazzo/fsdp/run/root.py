@@ -328,7 +328,7 @@ class Root:
         if not self._is_idle:
             return
         self.settle()
-        if any(id(param.sharded) in ids for unit in self.units for param in unit.params):
+        if self._has_any(ids):
             self._gradients_wait = False
         where = self.state.where
         for unit in self.units:
@@ -341,8 +341,12 @@ class Root:
         """After an optimizer has written to the shards with these ids."""
         for unit in self.units:
             unit.note_step(ids)
-        if self._is_idle:
+        if self._is_idle and self._has_any(ids):
             self._rest(Unit.was_written)
+
+    def _has_any(self, ids: Set[int]) -> bool:
+        """Whether one of these ids is that of a shard of the model."""
+        return any(id(param.sharded) in ids for unit in self.units for param in unit.params)
 
     @property
     def _is_idle(self) -> bool:
@@ -482,7 +486,17 @@ class Root:
             group.apart = True
             self._part()
             self.form_units()
-        unit: Unit = group.unit
+        self._unshard(group.unit, at_rest)
+
+    def unshard_all(self) -> None:
+        """Gather all units, between steps."""
+        self.form_units()
+        for unit in self.units:
+            self._unshard(unit, True)
+        for unit in self.units:
+            self.advance((Event.WAIT, unit.index))
+
+    def _unshard(self, unit: Unit, at_rest: bool) -> None:
         if unit.params and at_rest:
             self.follow(unit)
         self.advance((Event.UNSHARD, unit.index, at_rest))

@@ -1,0 +1,137 @@
+"""In stages 0 to 2 programs see whole, plain parameters between steps, as under DeepSpeed; what they write counts."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import terrazzo.deepspeed as deepspeed
+from engine.runs import batches, loss_of, make_model
+from ranks import run_ranks
+
+
+def made(stage: int, **settings: object) -> deepspeed.DeepSpeedEngine:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **settings,
+    }
+    model = make_model()
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def train(engine: deepspeed.DeepSpeedEngine, steps: int = 1) -> None:
+    for x, y in batches(steps * 2):
+        engine.backward(loss_of(engine, x[:4], y[:4]))
+        engine.step()
+
+
+def check_stages(check: Callable[[int], None]) -> None:
+    for stage in (0, 1, 2):
+        check(stage)
+
+
+def check_whole(stage: int) -> None:
+    engine = made(stage)
+    expected = {name: p.detach().clone() for name, p in make_model().named_parameters()}
+    for round_ in range(2):
+        model = engine.module
+        for name, p in model.named_parameters():
+            assert isinstance(p, nn.Parameter) and type(p.data) is torch.Tensor and p.shape == expected[name].shape
+            assert round_ or torch.equal(p, expected[name]), name
+        # One rank alone may read, compute with and save what it has.
+        if dist.get_rank() == 0:
+            file = io.BytesIO()
+            torch.save(model.state_dict(), file)
+            file.seek(0)
+            loaded = torch.load(file)
+            plain = make_model()
+            plain.load_state_dict(loaded)
+            assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+            weight = next(p for p in model.parameters() if p.ndim == 2)
+            F.linear(torch.ones(1, weight.shape[1]), weight)
+            average = torch.zeros_like(weight)
+            average.add_(weight)
+            assert torch.equal(average, weight)
+        train(engine)
+
+
+def test_parameters_are_whole_between_steps():
+    run_ranks(2, check_stages, check_whole)
+
+
+def check_writes(stage: int) -> None:
+    torch.manual_seed(5)
+    other = make_model()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.copy_(torch.randn(p.shape))
+    ways = {
+        "data": lambda model: [p.data.add_(1.0) for p in model.parameters()],
+        "no_grad": lambda model: [p.detach().mul_(0.5) for p in model.parameters()],
+        "load": lambda model: model.load_state_dict(other.state_dict()),
+        "load_module": None,
+    }
+    for way, write in ways.items():
+        engine, reference = made(stage), copy.deepcopy(make_model())
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+        train(engine)
+        reference.load_state_dict(engine.module.state_dict())
+        for model in (engine.module, reference):
+            if write is not None:
+                write(model)
+            elif model is reference:
+                model.load_state_dict(other.state_dict())
+            else:
+                engine.load_module_state_dict({"module": other.state_dict()})
+        train(engine)
+        for x, y in batches(2):
+            (loss_of(reference, x[:4], y[:4]) / 2).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+        for (name, p), q in zip(engine.module.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.data, q.data, msg=f"{way}: {name}", rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(deepspeed.utils.safe_get_full_fp32_param(p), q.data, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_written_to_them_is_trained_and_saved():
+    run_ranks(2, check_stages, check_writes)
+
+
+def check_checkpoint(folder: str) -> None:
+    engine = made(1)
+    train(engine)
+    for p in engine.module.parameters():
+        p.data.add_(1.0)
+    expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.save_checkpoint(folder)
+    assert all(type(p.data) is torch.Tensor for p in engine.module.parameters())
+    resumed = made(2)
+    resumed.load_checkpoint(folder)
+    for name, value in resumed.module.state_dict().items():
+        assert type(value) is torch.Tensor and torch.equal(value, expected[name]), name
+
+
+def test_checkpoints_have_what_was_written(tmp_path):
+    run_ranks(2, check_checkpoint, str(tmp_path))
+
+
+def check_norm() -> None:
+    engine = made(0, gradient_clipping=0.0)
+    before = torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+    train(engine)
+    after = torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+    moved = (before - after).norm() / 0.1  # the rate of SGD
+    torch.testing.assert_close(torch.tensor(engine.get_global_grad_norm()), moved, rtol=1e-4, atol=0)
+
+
+def test_the_norm_of_gradients_is_known_without_clipping():
+    run_ranks(2, check_norm)
