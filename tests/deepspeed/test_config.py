@@ -207,7 +207,7 @@ WARNED = [
 
 
 def test_what_would_save_memory_is_warned_about():
-    assert read_config(THRIFTY)[1].warned == WARNED
+    assert read_config(THRIFTY)[1].warned.keys() == set(WARNED)
     with pytest.warns(UserWarning, match="have no effect here") as caught:
         initialize(nn.Linear(2, 2), config=THRIFTY)
     text = str(caught[0].message)
@@ -231,7 +231,7 @@ def test_configs_that_people_have():
     assert read.gradient_clipping == 1.0 and read.zero_optimization.sub_group_size == 10**9
     assert read.train_batch_size is None and read.train_micro_batch_size_per_gpu == 2 and read.steps_per_print is None
     assert not read.fp16.enabled and "zero_optimization.reduce_bucket_size" in ignored.harmless
-    assert ignored.warned == []
+    assert not ignored.warned
     base = {"train_batch_size": 4}
     quiet = {
         "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": False},

@@ -215,9 +215,9 @@ def run(source: Path, file: str, peer: str, path: Path) -> None:
 
     if peer == "deepspeed":
         # An optional speed-up, which takes a minute to compile.
-        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     sys.path.insert(0, str(source / "tests"))
-    common = importlib.import_module("unit.common")
+    common: Any = importlib.import_module("unit.common")
     common.DistributedExec._launch_procs = forked
     common.set_accelerator_visible = lambda: None
     common.time = type("Time", (), {"sleep": staticmethod(lambda _: None), "time": staticmethod(time.time)})

@@ -17,17 +17,22 @@ from terrazzo.deepspeed.api import add_config_arguments, initialize
 from terrazzo.deepspeed.comm import init_distributed
 from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from terrazzo.deepspeed.engine import DeepSpeedEngine
+from terrazzo.deepspeed.git_version_info import git_branch, git_hash, version
 from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer
 from terrazzo.deepspeed.pipe import PipelineModule
 from terrazzo.deepspeed.pipe.engine import PipelineEngine
+from terrazzo.deepspeed.runtime.config import DeepSpeedConfig
 from terrazzo.deepspeed.submodules import ABSENT, register
 from terrazzo.deepspeed.utils import OnDevice, log_dist, logger
 from terrazzo.errors import EngineConfigError as DeepSpeedConfigError
 
-__version__ = "0.19.8"
+__version__ = version
 """The DeepSpeed version whose API this is."""
+__version_major__, __version_minor__, __version_patch__ = map(int, version.split("."))
+__git_hash__, __git_branch__ = git_hash, git_branch
 
 __all__ = [
+    "DeepSpeedConfig",
     "DeepSpeedConfigError",
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",

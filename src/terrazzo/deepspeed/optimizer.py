@@ -172,5 +172,5 @@ class NoOptimizer(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(list(parameters) or [nn.Parameter(torch.empty(0, device="cpu"))], {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Does nothing, so that the state of this optimizer can be saved, which is empty."""

@@ -11,16 +11,26 @@ from typing import Final
 
 # Our modules by their names in DeepSpeed, parents first.
 SUBMODULES: Final[Mapping[str, str]] = {
+    "comm.comm": "comm",
     "runtime.activation_checkpointing": "",
     "runtime.activation_checkpointing.checkpointing": "checkpointing",
     "runtime.dataloader": "dataloader",
     "runtime.engine": "engine",
+    "runtime.bf16_optimizer": "optimizer",
+    "runtime.fp16": "",
+    "runtime.fp16.fused_optimizer": "optimizer",
+    "runtime.fp16.loss_scaler": "optimizer",
+    "runtime.fp16.unfused_optimizer": "optimizer",
     "runtime.pipe": "pipe",
     "runtime.pipe.engine": "pipe.engine",
     "runtime.pipe.module": "pipe.module",
     "runtime.pipe.topology": "pipe.topology",
     "runtime.zero": "zero",
+    "runtime.zero.config": "zero.config",
+    "runtime.zero.offload_config": "zero.config",
     "runtime.zero.partition_parameters": "zero",
+    "runtime.zero.stage3": "optimizer",
+    "runtime.zero.stage_1_and_2": "optimizer",
     "utils.logging": "utils",
     "utils.tensor_fragment": "utils",
     "utils.z3_leaf_module": "utils.leaves",
@@ -39,6 +49,25 @@ ABSENT: Final[Mapping[str, str]] = {
     "autotuning": "it belongs to DeepSpeed's launcher",
     "profiling": "enable flops_profiler or comms_logger in the config",
     "monitor": "enable tensorboard, wandb or csv_monitor in the config",
+    "checkpoint": "`terrazzo convert` reads and writes DeepSpeed's checkpoints, universal ones too",
+    "elasticity": "a checkpoint resumes on any number of ranks",
+    "env_report": "`terrazzo version` prints what is installed",
+    "launcher": "start scripts with torchrun or `terrazzo train`",
+    "module_inject": "parallelize the model with terrazzo.tensor.parallel.parallelize_module",
+    "nebula": "DeepSpeed 0.19 has removed it",
+    "nvme": "there is no offload to NVMe; offload to the CPU",
+    "ops.aio": "there is no offload to NVMe; offload to the CPU",
+    "ops.sparse_attention": "use PyTorch's scaled_dot_product_attention or flex_attention",
+    "ops.transformer": "use PyTorch's layers",
+    "runtime.comm": "use terrazzo.deepspeed.comm, or the functions of torch.distributed",
+    "runtime.compiler": "use engine.compile(), which is torch.compile",
+    "runtime.fp16.onebit": "1-bit optimizers are not supported: use Adam or Lamb, and zero_quantized_gradients",
+    "runtime.hybrid_engine": "an engine for generation is not supported",
+    "runtime.sequence_parallel": "use terrazzo.tensor.experimental.context_parallel",
+    "runtime.swap_tensor": "there is no offload to NVMe; offload to the CPU",
+    "runtime.tensor_parallel": "parallelize the model with terrazzo.tensor.parallel.parallelize_module",
+    "runtime.zero.tiling": "parallelize the layer with terrazzo.tensor.parallel, or recompute it in chunks",
+    "utils.timer": "use torch.profiler",
 }
 """Names that DeepSpeed has and terrazzo does not, and what to use instead."""
 
@@ -64,8 +93,14 @@ class _Explains:
         self._package = package
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """None for modules that are not in `ABSENT`."""
-        first = name.removeprefix(f"{self._package}.")
-        if first != name and first in ABSENT:
-            raise ModuleNotFoundError(f"{self._package} has no {first}: {ABSENT[first]}", name=name)
-        return None
+        """None for modules that are not below the package.
+
+        The errors have no `name`: Python would replace one of `from package import name` by an error without advice.
+        """
+        place = name.removeprefix(f"{self._package}.")
+        if place == name:
+            return None
+        for known, why in ABSENT.items():
+            if place == known or place.startswith(f"{known}."):
+                raise ModuleNotFoundError(f"{self._package} has no {known}: {why}")
+        raise ModuleNotFoundError(f"No module named {name!r}: docs/deepspeed.md lists what there is")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -263,7 +264,7 @@ def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str
     """
     if isinstance(config, EngineConfig):
         given = msgspec.to_builtins(config)
-        ignored = Ignored([], [])
+        ignored = Ignored([], {})
     else:
         given, ignored = translate(as_mapping(config))
     try:
@@ -275,13 +276,29 @@ def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str
     return checked, ignored
 
 
+_COMMENT = re.compile(r'(?P<text>"(?:\\.|[^"\\])*")|//[^\n]*|\#[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise EngineConfigError(f"config: the JSON has these keys twice: {', '.join(twice)}; keep one of each")
+    return dict(pairs)
+
+
 def as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """A config as a dict, from a mapping, JSON, or the path of a file with JSON."""
+    """A config as a dict, from a mapping, JSON, or the path of a file with JSON; it may have comments.
+
+    >>> as_mapping('{"train_batch_size": 4 /* on all ranks */}  // the rest is the default')
+    {'train_batch_size': 4}
+    """
     if isinstance(config, Mapping):
         return dict(config)
     text = os.fspath(config)
     try:
-        loaded = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+        text = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
+        loaded = json.loads(_COMMENT.sub(lambda found: found["text"] or " ", text), object_pairs_hook=_each_once)
     except OSError as error:
         raise EngineConfigError(f"config: {text!r} is neither JSON nor a readable file: {error}") from error
     except (ValueError, RecursionError) as error:

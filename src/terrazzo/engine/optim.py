@@ -20,9 +20,6 @@ _OWN = {"lamb": Lamb, "fusedlamb": Lamb, "lion": Lion, "muon": Muon}
 # What optimizers take: parameters, or param groups.
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
-# Arguments of DeepSpeed's classes of these names that PyTorch's do not have.
-_DEEPSPEED_ONLY = ("torch_adam", "adam_w_mode")
-
 # Defaults of DeepSpeed's classes where PyTorch's have others.
 _DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "adam": {"weight_decay": 0.0},
@@ -62,14 +59,16 @@ def make_optimizer(
 def _from_description(described: OptimizerConfig, trainable: list[Any]) -> torch.optim.Optimizer:
     arguments = dict(described.params)
     name = described.type
-    if not arguments.get("torch_adam"):  # which asks for PyTorch's class, and so for its defaults
+    if not arguments.pop("torch_adam", False):  # which asks for PyTorch's class, and so for its defaults
         arguments = {**_DEFAULTS.get(name.lower(), {}), **arguments}
+    decoupled = arguments.pop("adam_w_mode", True)
     if name.lower() in ("adam", "adamw"):
         # In DeepSpeed's configs Adam means AdamW unless adam_w_mode is false.
-        decoupled = name.lower() == "adamw" or arguments.get("adam_w_mode", True)
-        name = "AdamW" if decoupled else "Adam"
-        for key in _DEEPSPEED_ONLY:
-            arguments.pop(key, None)
+        name = "AdamW" if name.lower() == "adamw" or decoupled else "Adam"
+        if not arguments.pop("bias_correction", True):
+            raise EngineConfigError(
+                "config: optimizer.params.bias_correction false is not supported: leave it out, or use Lamb"
+            )
     kind = _OWN.get(name.lower()) or getattr(torch.optim, name, None) or getattr(torch.optim, name.capitalize(), None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
         raise EngineConfigError(f"config: optimizer.type {described.type!r} is not an optimizer of torch.optim")

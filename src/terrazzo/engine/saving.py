@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
@@ -81,9 +82,11 @@ def save_engine(
 ) -> Future[None]:
     """Save everything; the future is done once the checkpoint is committed and `latest` names it."""
     if not engine.between_steps:
-        raise EngineError(
+        warnings.warn(
             f"save_checkpoint after micro-batch {engine.micro_steps % engine.batch.accumulation} of "
-            f"{engine.batch.accumulation}: the gradients accumulated so far would be lost; save after a whole step"
+            f"{engine.batch.accumulation}: the checkpoint does not have the gradients accumulated so far, so a "
+            "run that resumes from it begins this step anew",
+            stacklevel=3,
         )
     plane = ControlPlane.for_group(timeout=timeout)
     tag = checked_tag(name_of_step(engine.global_steps) if tag is None else tag, plane)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from terrazzo.engine.deepspeed_keys import AUTO, KEYS, SECTIONS
@@ -14,13 +15,13 @@ class Ignored(NamedTuple):
     """The keys of a config that have no effect here."""
 
     harmless: list[str]
-    warned: list[str]  # in DeepSpeed these change memory, or what is checked
+    warned: dict[str, str]  # with the reason; in DeepSpeed these change memory, or what is checked
 
     def warning(self) -> str:
         """What to warn about, with the reasons; empty if there is nothing."""
         reasons: dict[str, list[str]] = {}
-        for key in self.warned:
-            reasons.setdefault(KEYS[key].why, []).append(key)
+        for key, why in self.warned.items():
+            reasons.setdefault(why, []).append(key)
         return "; ".join(f"{', '.join(keys)} ({why})" for why, keys in reasons.items())
 
 
@@ -34,11 +35,32 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], Ignored]:
     >>> kept
     {'train_batch_size': 8, 'zero_optimization': {'stage': 3}}
     >>> ignored
-    Ignored(harmless=['zero_optimization.overlap_comm'], warned=['zero_optimization.reduce_bucket_size'])
+    Ignored(harmless=['zero_optimization.overlap_comm'], warned={'zero_optimization.reduce_bucket_size': 'what ...'})
     """
-    ignored = Ignored([], [])
+    ignored = Ignored([], {})
     kept = _section(_renamed(given), "", ignored)
+    zero = kept.get("zero_optimization")
+    if isinstance(zero, dict) and "offload_param" in zero and zero.get("stage", 0) in (0, 1, 2):
+        if zero.pop("offload_param").get("device") == "cpu":
+            ignored.warned["zero_optimization.offload_param"] = "parameters are offloaded in stage 3 only"
     return kept, ignored
+
+
+def without_unknown(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """A config without the keys at its top that neither DeepSpeed nor terrazzo knows, and these with a warning.
+
+    DeepSpeed ignores such keys, which scripts use for themselves.
+
+    >>> without_unknown({"train_batch_size": 4, "gradient_cliping": 1.0, "mine": 1})
+    ({'train_batch_size': 4}, {'gradient_cliping': 'unknown; is it gradient_clipping?', 'mine': 'unknown'})
+    """
+    known = {path.partition(".")[0] for path in KEYS}
+    warned = {}
+    for name in given:
+        if name not in known:
+            close = get_close_matches(str(name), known, 1)
+            warned[name] = f"unknown; is it {close[0]}?" if close else "unknown"
+    return {name: value for name, value in given.items() if name not in warned}, warned
 
 
 def _section(given: Mapping[str, Any], path: str, ignored: Ignored) -> dict[str, Any]:
@@ -59,7 +81,7 @@ def _section(given: Mapping[str, Any], path: str, ignored: Ignored) -> dict[str,
         elif entry.fate == "refused" and entry.asks(value):
             raise EngineConfigError(f"config: {full} is not supported: {entry.why}")
         elif entry.fate == "warned" and entry.asks(value):
-            ignored.warned.append(full)
+            ignored.warned[full] = entry.why
         elif entry.fate in ("harmless", "warned", "refused"):
             ignored.harmless.append(full)
         else:
