@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor
+from torch._C._autograd import _get_sequence_nr as sequence_nr
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -63,7 +64,7 @@ def run_late(
     modes: tuple[str, ...] = ("needed",),
     seeds: tuple[int, ...] = (0,),
     backend_name: str = "late",
-    timeout: float = 200,
+    timeout: float = 400,
 ) -> list[list[Any]]:
     """Call each check with this rank's device, in each mode and with each seed; a race fails it.
 
@@ -199,10 +200,38 @@ def _call(request: Request, way: Way) -> Any:
 
 
 def _on(device: torch.device, request: Request, elsewhere: bool) -> Any:
+    _count_alike(device)
     with _OnDevice(device):
         torch.accelerator.set_device_index((device.index + 2) % 4 if elsewhere else device.index)
         torch.manual_seed(1234)
         return request.call()
+
+
+def _count_alike(device: torch.device) -> None:
+    """Let this thread, and autograd's thread of the device, have recorded equally many nodes.
+
+    Backward first runs the nodes that were recorded last, by a count of each thread's. Gradients of gradients have
+    nodes of both threads, so that the order of their sums, and so the last bits, depended on what had run before.
+    """
+    counts: list[int] = []
+    x = torch.ones(1, device=device, requires_grad=True)
+    record = torch.ones(1, requires_grad=True)
+
+    def record_nodes(count: int) -> None:
+        with torch.enable_grad():
+            for _ in range(count):
+                record.view(1)
+
+    def there(gradient: torch.Tensor) -> None:
+        behind = counts[0] - sequence_nr()
+        record_nodes(behind)
+        counts.append(-behind)
+
+    y = x * 1
+    y.register_hook(there)
+    counts.append(sequence_nr())
+    y.backward()
+    record_nodes(counts[1])
 
 
 def _in_thread(call: Callable[[], Any]) -> Any:
