@@ -115,6 +115,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """What is marked `on_late` runs on the device `late` as well, in both of `late_ranks.WAYS`.
 
+    `make proofs` runs all of it, and `make long` the eager way only of what is marked `both=True`.
+
     In a module that is marked, these are the tests that send checks to ranks.
     """
     marker = metafunc.definition.get_closest_marker("on_late")
@@ -124,6 +126,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     long, fails = [pytest.mark.long], marker.kwargs.get("fails")
     known = [pytest.mark.xfail(strict=True, reason=fails)] if fails else []
-    eager = pytest.param("late-eager", marks=known + long)
+    both = any(each.kwargs.get("both") for each in metafunc.definition.iter_markers("on_late"))
+    eager = pytest.param("late-eager", marks=known + long + ([] if both else [pytest.mark.proof]))
     lazy = pytest.param("late-lazy", marks=known + ([] if marker.kwargs.get("sample") else long))
     metafunc.parametrize("on_device", ["cpu", eager, lazy], indirect=True)

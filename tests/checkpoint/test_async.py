@@ -41,7 +41,7 @@ from terrazzo.checkpoint.run.staging import put_together, take_apart
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
-pytestmark = pytest.mark.on_late(elsewhere=True)
+pytestmark = pytest.mark.on_late(elsewhere=True, both=True)
 
 KINDS = list(AsyncCheckpointerType)
 LIMIT = timedelta(seconds=30)

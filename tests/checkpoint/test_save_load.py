@@ -43,7 +43,7 @@ from terrazzo.errors import (
 )
 from terrazzo.fsdp import fully_shard
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 DTYPES = [
     torch.float32,

@@ -26,7 +26,7 @@ from terrazzo.errors import CommError
 from terrazzo.layout.box import Box
 from terrazzo.layout.chunking import chunk_sizes
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 OPS = ("sum", "avg", "product", "max", "min")
 Value = Any  # a tensor, or in One a list of them

@@ -19,7 +19,7 @@ from terrazzo.engine import placing
 from terrazzo.errors import EngineConfigError, EngineError, EngineValueError
 from terrazzo.tensor import DTensor
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 STEPS = 5
 

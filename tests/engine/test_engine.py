@@ -14,7 +14,7 @@ from terrazzo.engine.placing import backends
 from terrazzo.errors import EngineConfigError, EngineError
 from terrazzo.fsdp import offload
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 STEPS = 8
 

@@ -15,7 +15,7 @@ import terrazzo.fsdp as our_fsdp
 from fsdp.compare import Model, batches, mine
 from ranks import device_type, run_ranks
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 
 def program(fsdp: Any, model: Model, steps: int, accumulate: int, mesh: Any, precision: dict[str, Any]) -> list[Any]:

@@ -33,7 +33,7 @@ from ranks import device_type, run_ranks
 from terrazzo.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from terrazzo.tensor import DTensor, Replicate, Shard, init_device_mesh
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 WORLDS = pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 4])
 

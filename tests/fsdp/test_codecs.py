@@ -32,7 +32,7 @@ from terrazzo.fsdp import (
 from terrazzo.tensor import Shard, init_device_mesh
 from terrazzo.tensor.debug import CommDebugMode
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 WIDTHS = [34, 70, 2, 34]  # uneven on 2 and 4 ranks; of two rows two ranks of four have none
 PER_RANK = 4

@@ -23,7 +23,7 @@ from terrazzo.fsdp.run import bucket
 from terrazzo.fsdp.run.division import Ways, division_of
 from terrazzo.tensor import init_device_mesh
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 
 class Ranks:

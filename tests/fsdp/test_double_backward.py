@@ -31,7 +31,7 @@ from terrazzo.errors import FSDPError
 from terrazzo.fsdp import FSDPModule, fully_shard
 from terrazzo.tensor import DTensor, init_device_mesh
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 
 class Smooth(nn.Module):

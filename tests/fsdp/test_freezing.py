@@ -14,7 +14,7 @@ from fsdp.compare import Model, adamw, assert_same_parameters, batches, loss_of,
 from ranks import run_ranks
 from terrazzo.fsdp import FSDPModule
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 Params = dict[str, Any]
 

@@ -23,7 +23,7 @@ from terrazzo.fsdp.run.unit import Unit
 from terrazzo.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
 from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 
 def mesh_of(*sizes: int) -> Any:

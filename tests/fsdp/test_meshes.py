@@ -21,7 +21,7 @@ from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult, fully_shard
 from terrazzo.tensor import DTensor, Replicate, Shard, init_device_mesh
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 
 class Experts(nn.Module):

@@ -19,7 +19,7 @@ from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.run.root import Root
 from terrazzo.tensor import DTensor, Replicate, init_device_mesh
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 WORLDS = pytest.mark.parametrize("world", [2, 4])
 

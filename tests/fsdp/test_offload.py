@@ -20,7 +20,7 @@ from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, offload
 from terrazzo.tensor import DTensor, init_device_mesh
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 STATE_ONLY = CPUOffloadPolicy(parameters=False)
 

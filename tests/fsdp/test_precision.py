@@ -17,7 +17,7 @@ from ranks import run_ranks
 from terrazzo.comm import add_observer, remove_observer
 from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 HALF = torch.bfloat16
 

@@ -29,7 +29,7 @@ from ranks import device_type, run_ranks
 from terrazzo.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from terrazzo.tensor import DTensor
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 
 class Checkpointed(Model):

@@ -17,7 +17,7 @@ from terrazzo.optim import Muon
 from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.debug import CommDebugMode
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 SHAPES = [(8, 8), (7, 3), (3, 10), (2, 5), (12, 4)]
 OPTIONS = [{}, {"lr": 0.02, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.3, "ns_steps": 3}]

@@ -39,7 +39,7 @@ from terrazzo.tensor import (
 from terrazzo.tensor.debug import CommDebugMode
 from terrazzo.tensor.dispatch import keys
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 R, P, S0 = Replicate(), Partial(), Shard(0)
 

@@ -16,7 +16,7 @@ from terrazzo.layout import Placement
 from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.convert import redistribute
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 R, P = Replicate(), Partial()
 

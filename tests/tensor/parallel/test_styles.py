@@ -29,7 +29,7 @@ from terrazzo.tensor.parallel import (
 from tests.tensor.models import GPT, MLP, batch_of_words, whole, worst_difference
 from tests.tensor.test_gpt import plain_tensor_parallel, sequence_parallel
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(both=True)
 
 R = Replicate()
 
