@@ -15,8 +15,10 @@ import torch.distributed.tensor as theirs
 import torch.nn.functional as F
 from torch import nn
 
+import terrazzo.checkpoint as checkpoint
 from ranks import run_ranks
 from terrazzo.errors import LayoutError, PlacementsError
+from terrazzo.fsdp import fully_shard
 from terrazzo.layout.placement import _StridedShard
 from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, interop
 from terrazzo.tensor.debug import CommDebugMode
@@ -210,7 +212,54 @@ def refuses() -> None:
     x = distribute_tensor(torch.ones(16, 6), mesh, [Replicate(), _StridedShard(-2, split_factor=4)])
     assert x.placements[1].dim == 0 and x._repr_html_() is None and "sf=4" in repr(x)
     with pytest.raises(LayoutError, match="not one box"):
-        x.__create_chunk_list__()
+        x._layout.box()
+
+
+def saves(path: str) -> None:
+    """A checkpoint has the tensor as it is, whatever placed it."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    packed = _StridedShard(1, split_factor=3)
+    whole = torch.randn(4, 12, 6, generator=torch.Generator().manual_seed(2))
+    placements = [
+        (Shard(0), packed),
+        (packed, Replicate()),
+        (_StridedShard(2, split_factor=3), packed),
+        (Shard(1), Shard(1)),
+        (Replicate(), Replicate()),
+    ]
+    checkpoint.save({str(i): distribute_tensor(whole, mesh, p) for i, p in enumerate(placements)}, checkpoint_id=path)
+    for i, after in product(range(len(placements)), placements):
+        x = distribute_tensor(torch.zeros_like(whole), mesh, after)
+        checkpoint.load({str(i): x}, checkpoint_id=path)
+        assert torch.equal(x.full_tensor(), whole), (placements[i], after)
+    plain = {str(i): torch.zeros_like(whole) for i in range(len(placements))}
+    checkpoint.load(plain, checkpoint_id=path)
+    assert all(torch.equal(x, whole) for x in plain.values())
+
+
+def shards_on() -> None:
+    """`fully_shard` of a packed weight, along another dim, trains as one device; along the same dim it is refused."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    alone = nn.Linear(6, 8, bias=False)
+    model = copy.deepcopy(alone)
+    weight = distribute_tensor(model.weight.detach(), mesh["tp"], [_StridedShard(1, split_factor=3)])
+    model.weight = nn.Parameter(weight)
+    fully_shard(model, mesh=mesh["dp"])
+    assert model.weight.placements == (Shard(0), _StridedShard(1, split_factor=3))
+    for step in range(2):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+        for m, given in ((model, distribute_tensor(x, mesh["tp"], [Replicate()])), (alone, x)):
+            m(given).square().mean().backward()
+            torch.optim.SGD(m.parameters(), 0.5).step()
+            m.zero_grad()
+        torch.testing.assert_close(model.weight.full_tensor(), alone.weight)
+    other = nn.Linear(6, 8, bias=False)
+    other.weight = nn.Parameter(
+        distribute_tensor(other.weight.detach(), mesh["tp"], [_StridedShard(0, split_factor=2)])
+    )
+    with pytest.raises(PlacementsError, match="no other mesh dim may cut"):
+        fully_shard(other, mesh=mesh["dp"])
 
 
 def test_it_is_what_its_name_says_and_moves_to_and_from_all_others():
@@ -223,6 +272,14 @@ def test_a_layer_with_packed_weights_trains_as_on_one_device():
 
 def test_operations_compute_what_one_device_computes():
     run_ranks(2, computes)
+
+
+def test_checkpoints_have_the_tensor_whatever_placed_it(tmp_path):
+    run_ranks(4, saves, str(tmp_path / "packed"))
+
+
+def test_fully_shard_cuts_another_dim():
+    run_ranks(4, shards_on)
 
 
 def test_what_it_cannot_be_raises():

@@ -151,12 +151,22 @@ class Layout:
                 offsets[d] += offset
         return Box(tuple(offsets), tuple(lengths))
 
-    def first_element(self, coord: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Where in the global tensor the part held at `coord` begins, also if it is not one box."""
-        found = list(self.unpacked(self.packed).box(coord).offsets)
-        for dim in sorted(self.packed):
-            found[dim] = found.pop(dim + 1)  # every rank has a part of the first piece
-        return tuple(found)
+    def pieces(self, coord: Sequence[int] | None = None) -> list[Box]:
+        """The boxes held at `coord` (this rank's by default): one, or one of each piece of packed dims."""
+        if not self.packed:
+            return [self.box(coord)]
+        dims = sorted(self.packed)
+        box = self.unpacked(self.packed).box(coord)
+        offsets, lengths = list(box.offsets), list(box.lengths)
+        for dim in dims:
+            offsets[dim], lengths[dim] = offsets.pop(dim + 1), lengths.pop(dim + 1)
+        found = []
+        for numbers in product(*(range(self.packed[dim]) for dim in dims)):
+            own = offsets.copy()
+            for dim, number in zip(dims, numbers, strict=True):
+                own[dim] += number * (self.shape[dim] // self.packed[dim])
+            found.append(Box(tuple(own), tuple(lengths)))
+        return found
 
     def part_sizes(self, mesh_dims: Sequence[int], dim: int, length: int | None = None) -> tuple[int, ...]:
         """Lengths along `dim` of the ranks of `mesh_dims` (outermost first) when only these mesh dims cut `length`."""

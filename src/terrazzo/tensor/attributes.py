@@ -15,6 +15,7 @@ import torch
 from terrazzo._torch.dispatching import attribute_of_wrapper, names_of_attributes
 from terrazzo._torch.tensors import is_view
 from terrazzo.errors import DTensorError
+from terrazzo.tensor.links import links
 
 _OPERATIONS: Final = frozenset({"H", "T", "mH", "mT", "imag", "real"})
 _OF_THE_WRAPPER: Final = ("_cdata", "_has_symbolic_sizes_strides", "_python_dispatch")
@@ -60,6 +61,17 @@ class OwnAttributes:
         """The bytes of the global tensor, as in PyTorch."""
         count: int = self._layout.shape.numel() * self._local.itemsize
         return count
+
+    @property
+    def _spec(self: Any) -> Any:
+        """PyTorch's attribute for mesh, placements, shape, strides and dtype: a `libraries.DTensorSpec`."""
+        return links.spec_of(self)
+
+    @property
+    def _local_tensor(self: Any) -> torch.Tensor:
+        """PyTorch's attribute for this rank's part, detached; other libraries read it."""
+        local: torch.Tensor = self._local
+        return local.detach()
 
     @property
     def _grad(self: Any) -> Any:

@@ -347,13 +347,20 @@ def chunk_list(tensor: DTensor) -> list[Any]:
             f"a DTensor placed {list(layout.shown)} is partial, and partial terms cannot be stored in a "
             "checkpoint: redistribute it to Shard or Replicate first"
         )
-    if layout.coord is None:
-        return []
-    box = layout.box()
-    return [ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.lengths))]
+    boxes = [] if layout.coord is None else layout.pieces()
+    return [ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.lengths)) for box in boxes]
+
+
+def chunk_at(tensor: DTensor, offset: Sequence[int]) -> torch.Tensor:
+    """The part of the local tensor that `chunk_list` has with this offset."""
+    layout, local = tensor._layout, tensor.to_local()
+    for dim, pieces in layout.packed.items():
+        length = local.shape[dim] // pieces
+        local = local.narrow(dim, offset[dim] // (layout.shape[dim] // pieces) * length, length)
+    return local
 
 
 links.from_local, links.to_local, links.full_tensor = from_local, to_local, full_tensor
-links.redistribute, links.chunk_list = redistribute, chunk_list
+links.redistribute, links.chunk_list, links.chunk_at = redistribute, chunk_list, chunk_at
 
-__all__ = ["chunk_list", "current_mesh", "from_local", "full_tensor", "redistribute", "to_local"]
+__all__ = ["chunk_at", "chunk_list", "current_mesh", "from_local", "full_tensor", "redistribute", "to_local"]

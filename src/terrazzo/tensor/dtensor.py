@@ -425,16 +425,6 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
             local_tensor, device_mesh, placements, run_check=run_check, shape=shape, grad_placements=grad_placements
         )
 
-    @property
-    def _spec(self) -> Any:
-        """PyTorch's attribute for mesh, placements, shape, strides and dtype: a `libraries.DTensorSpec`."""
-        return links.spec_of(self)
-
-    @property
-    def _local_tensor(self) -> torch.Tensor:
-        """PyTorch's attribute for this rank's part, detached; other libraries read it."""
-        return self._local.detach()
-
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part; differentiable. `grad_placements` are the placements that its gradient will have."""
         local: torch.Tensor = self._local
@@ -473,6 +463,10 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         """The boxes of the global tensor that this rank holds, for checkpoints."""
         return links.chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        """The part of the local tensor that is the box which begins at `index.offset`."""
+        return links.chunk_at(self, index.offset)
 
     # ------------------------------------------------------------------ autograd
 

@@ -181,7 +181,7 @@ def compute_local_shape_and_global_offset(
     lengths = layout.lengths()
     if skip_offset:
         return lengths, ()
-    starts = zip(layout.first_element(), lengths, layout.shape, strict=True)
+    starts = zip(layout.pieces()[0].offsets, lengths, layout.shape, strict=True)
     return lengths, tuple(start if length else whole for start, length, whole in starts)
 
 
