@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo._torch.declared import attribute, private, replace
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import AllgatherOptions as AllgatherOptions
     from torch._C._distributed_c10d import AllreduceOptions as AllreduceOptions
     from torch._C._distributed_c10d import AllToAllOptions as AllToAllOptions
     from torch._C._distributed_c10d import BroadcastOptions as BroadcastOptions
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import ScatterOptions as ScatterOptions
 else:
     _OPTIONS = "process groups are called directly, because the usual way takes as long as a small collective"
+    AllgatherOptions = private("torch._C._distributed_c10d.AllgatherOptions", _OPTIONS)
     AllreduceOptions = private("torch._C._distributed_c10d.AllreduceOptions", _OPTIONS)
     AllToAllOptions = private("torch._C._distributed_c10d.AllToAllOptions", _OPTIONS)
     BroadcastOptions = private("torch._C._distributed_c10d.BroadcastOptions", _OPTIONS)

@@ -11,6 +11,7 @@ has none of these problems and the lowest latency, so most reductions are built 
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -19,7 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from terrazzo._torch.groups import (
+    AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BroadcastOptions,
     ReduceScatterOptions,
     all_gather_flat,
@@ -59,12 +62,29 @@ T = TypeVar("T")
 
 
 class Sending(threading.local):
-    """Per thread: whether the running process group call comes from here and was reported to observers already."""
+    """Per thread: whether the running process group call comes from here and was reported to observers already; and
+    whether collectives run on the accelerator's current stream."""
 
     now = False
+    here = False
 
 
 sending = Sending()
+
+
+class OnThisStream(AbstractContextManager[None]):
+    """A block in which collectives run on the accelerator's current stream, in order with all else there, and with its
+    priority; elsewhere they run on a stream of the backend.
+
+    So NCCL gives no work to wait for, and keeps no tensor: who uses the result, or frees what was sent, on another
+    stream has that stream wait for this one, as for other operations.
+    """
+
+    def __enter__(self) -> None:
+        sending.here = True
+
+    def __exit__(self, *_: object) -> None:
+        sending.here = False
 
 
 def _tells(primitive: Callable[P, T]) -> Callable[P, T]:
@@ -83,22 +103,22 @@ def _tells(primitive: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-def _all_reduce_options(op: ReduceOp) -> AllreduceOptions:
-    options = AllreduceOptions()
-    options.reduceOp = op
+def _options(kind: type[T], here: bool, op: ReduceOp | None = None) -> T:
+    """Options of a collective, which runs on the current stream if `here`."""
+    options: Any = kind()
+    options.asyncOp = not here
+    if op is not None:
+        options.reduceOp = op
     return options
 
 
-def _reduce_scatter_options(op: ReduceOp) -> ReduceScatterOptions:
-    options = ReduceScatterOptions()
-    options.reduceOp = op
-    return options
-
-
-_ALL_REDUCE = {name: _all_reduce_options(op) for name, op in _REDUCE_OPS.items()}
-_REDUCE_SCATTER: dict[str | ScaledSum, ReduceScatterOptions] = {
-    name: _reduce_scatter_options(op) for name, op in _REDUCE_OPS.items()
+_BOTH = (False, True)
+_ALL_REDUCE = {(name, here): _options(AllreduceOptions, here, op) for name, op in _REDUCE_OPS.items() for here in _BOTH}
+_REDUCE_SCATTER: dict[tuple[str | ScaledSum, bool], ReduceScatterOptions] = {
+    (name, here): _options(ReduceScatterOptions, here, op) for name, op in _REDUCE_OPS.items() for here in _BOTH
 }
+_ALL_GATHER = {here: _options(AllgatherOptions, here) for here in _BOTH}
+_ALL_TO_ALL = {here: _options(AllToAllOptions, here) for here in _BOTH}
 
 
 def reduce_op(op: str | ScaledSum) -> Any:
@@ -135,7 +155,7 @@ def all_reduce(axis: Axis, buffer: Tensor, op: str) -> Work | None:
     if captured.capturing():
         captured.all_reduce(axis, buffer, op)
         return None
-    return _group(axis).allreduce([buffer], _ALL_REDUCE[op])
+    return _group(axis).allreduce([buffer], _ALL_REDUCE[op, sending.here])
 
 
 @_tells
@@ -144,7 +164,8 @@ def reduce_scatter(axis: Axis, out: Tensor, buffer: Tensor, op: str | ScaledSum)
     if isinstance(op, str) and captured.capturing():
         captured.reduce_scatter(axis, out, buffer, op)
         return None
-    options = _REDUCE_SCATTER.get(op) or _reduce_scatter_options(reduce_op(op))
+    here = sending.here
+    options = _REDUCE_SCATTER.get((op, here)) or _options(ReduceScatterOptions, here, reduce_op(op))
     return reduce_scatter_flat(_group(axis), out.view(-1), buffer.view(-1), options)
 
 
@@ -164,7 +185,7 @@ def all_gather(axis: Axis, out: Tensor, part: Tensor) -> Work | None:
     if captured.capturing():
         captured.all_gather(axis, out, part)
         return None
-    return all_gather_flat(_group(axis), out, part)
+    return all_gather_flat(_group(axis), out, part, _ALL_GATHER[sending.here])
 
 
 @_tells
@@ -192,7 +213,8 @@ def all_to_all(
     if captured.capturing():
         captured.all_to_all(axis, out, buffer, out_sizes, buffer_sizes)
         return None
-    return _group(axis).alltoall_base(out, buffer, list(out_sizes), list(buffer_sizes))
+    options = _ALL_TO_ALL[sending.here]
+    return _group(axis).alltoall_base(out, buffer, list(out_sizes), list(buffer_sizes), options)
 
 
 def _all_to_all_even(axis: Axis, out: Tensor, buffer: Tensor) -> Work | None:
@@ -202,7 +224,7 @@ def _all_to_all_even(axis: Axis, out: Tensor, buffer: Tensor) -> Work | None:
         sizes = [buffer.numel() // axis.size] * axis.size
         captured.all_to_all(axis, out, buffer, sizes, sizes)
         return None
-    return _group(axis).alltoall_base(out, buffer, [], [])
+    return _group(axis).alltoall_base(out, buffer, [], [], _ALL_TO_ALL[sending.here])
 
 
 @_tells

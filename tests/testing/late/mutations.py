@@ -64,8 +64,8 @@ def _plan(what: str, check: Callable[..., Any] = sharding.check_plain, **more: A
 _FSDP, _SAVE, _PUBLISH = "terrazzo.fsdp", "terrazzo.checkpoint", "terrazzo.publish"
 _REACHED = sharding.check_unused_parameters
 _SAME_STREAM = "what it orders is on one stream"
-_WAITED = "the stream that started the collective has waited for it"
-_WAITS_LATER = "the stream that uses the result waits for the collective"
+_OWN_STREAM = "the collective runs on the stream that started it, and others wait for this one"
+_ITS_STREAM = "what it frees is memory of the stream of gathers, which uses it again in order"
 
 MUTATIONS = (
     # ---- fully_shard's plan: waits for marks, and the marks themselves
@@ -80,7 +80,7 @@ MUTATIONS = (
     _plan("wait ALL_REDUCE reduced", sharding.check_replicas, world=4),
     _plan("wait FINISH all-reduced", sharding.check_replicas, world=4, superfluous=_SAME_STREAM),
     _plan("wait STORE reduced", sharding.check_replicas_and_accumulation, world=4, superfluous=_SAME_STREAM),
-    _plan("wait DISCARD gathered", sharding.check_gathers_that_are_given_up, superfluous=_WAITS_LATER),
+    _plan("wait DISCARD gathered", sharding.check_gathers_that_are_given_up, superfluous=_ITS_STREAM),
     _plan("wait FOLLOW written"),
     _plan("record written", sharding.check_writes_to_kept_parts, world=4),
     _plan("record gathered"),
@@ -130,6 +130,7 @@ MUTATIONS = (
         sharding.check_plain,
         "running.pending.wait()",
         "running.pending._result",
+        superfluous=_OWN_STREAM,
     ),
     Mutation(
         f"{_FSDP}.run.gradients:Gradients.release",
@@ -158,13 +159,13 @@ MUTATIONS = (
         sharding.check_plain,
         "gathered = pending.wait()",
         "gathered = pending._result",
-        superfluous=_WAITED,
+        superfluous=_OWN_STREAM,
     ),
     Mutation(
-        f"{_FSDP}.run.unit:Unit._gather_from", sharding.check_plain, "one.wait()", "pass", superfluous=_WAITS_LATER
+        f"{_FSDP}.run.unit:Unit._gather_from", sharding.check_plain, "one.wait()", "pass", superfluous=_OWN_STREAM
     ),
     Mutation(
-        f"{_FSDP}.run.unit:Unit.reduce", sharding.check_plain, "gradients.wait()", "pass", superfluous=_WAITS_LATER
+        f"{_FSDP}.run.unit:Unit.reduce", sharding.check_plain, "gradients.wait()", "pass", superfluous=_OWN_STREAM
     ),
     Mutation(
         f"{_FSDP}.run.unit:Unit.all_reduce",
@@ -172,8 +173,10 @@ MUTATIONS = (
         "gradients.wait()",
         "pass",
         world=4,
-        superfluous=_WAITS_LATER,
+        superfluous=_OWN_STREAM,
     ),
+    Mutation(f"{_FSDP}.run.root:Root.give_up", sharding.check_blocks_unsharded_before, "self._join()", "pass"),
+    Mutation(f"{_FSDP}.run.executor:Executor.reset", sharding.check_failing_backwards, "self.streams.join()", "pass"),
     Mutation(
         f"{_FSDP}.run.gradients:Gradients._call_hook",
         sharding.check_hooks_on_reductions,
@@ -199,7 +202,7 @@ MUTATIONS = (
         "pending.wait()",
         "pending._result",
         world=4,
-        superfluous=_WAITED,
+        superfluous=_OWN_STREAM,
     ),
     Mutation(
         f"{_FSDP}.offload:_park",
@@ -228,9 +231,16 @@ MUTATIONS = (
     Mutation(
         f"{_FSDP}.run.streams:Streams.on_stream",
         sharding.check_plain,
-        "with device.stream(beside):",
-        "if True:",
+        "with device.stream(beside), wire.OnThisStream() if starts else nullcontext():",
+        "with wire.OnThisStream() if starts else nullcontext():",
         superfluous="what is on one stream is in order; it costs time only",
+    ),
+    Mutation(
+        f"{_FSDP}.run.streams:Streams.on_stream",
+        sharding.check_plain,
+        "wire.OnThisStream() if starts else nullcontext()",
+        "nullcontext()",
+        superfluous="collectives on a stream of the backend are waited for; it costs time only",
     ),
     Mutation(
         f"{_FSDP}.run.gradients:Gradients._on_the_host",
@@ -289,7 +299,13 @@ MUTATIONS = (
         "pass",
         superfluous="before a first comparison its stream has freed nothing that others use",
     ),
-    Mutation("terrazzo.comm.watch:Watch._reduce_on_device", sharding.check_plain, "work.wait()", "pass"),
+    Mutation(
+        "terrazzo.comm.watch:Watch._reduce_on_device",
+        sharding.check_plain,
+        "work.wait()",
+        "pass",
+        superfluous=_OWN_STREAM,
+    ),
     Mutation(
         "terrazzo.comm.watch:Watch._reduce_on_device",
         sharding.check_plain,

@@ -182,6 +182,14 @@ def check_gathers_that_are_given_up(device):
     return train(sharded(device), device, before=give_up)
 
 
+def check_blocks_unsharded_before(device):
+    """Each is a root of its own, with streams of its own, until the model runs."""
+    model = sharded(device, coalesce=True)
+    for block in model.blocks:
+        block.unshard(async_op=True)
+    return train(model, device)
+
+
 def check_failing_backwards(device):
     """On all ranks, when some of the reductions are under way; then the step is taken again."""
 
@@ -358,6 +366,7 @@ OTHERS = (
     check_stream_of_its_own,
     check_unsharded_ahead,
     check_gathers_that_are_given_up,
+    check_blocks_unsharded_before,
     check_failing_backwards,
     check_state_dicts_between,
     check_evaluation_between,

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from late_ranks import run_late
-from terrazzo.comm import flat, wire
+from terrazzo.comm import flat, pending, wire
 from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard
-from testing.late.test_terrazzo_fsdp import sharded, train
+from testing.late.test_terrazzo_fsdp import batch, sharded, train
 
 pytestmark = pytest.mark.long
 
-# ------------------------------------------------------------------ sections
+# ------------------------------------------------------------------ collectives
+
+
+def check_streams_of_collectives(device):
+    """They run on fully_shard's own streams, in order with what it queues there: there is no work to wait for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pending, "wait_for", lambda work, kind, axis: pytest.fail(f"{kind} on a stream of the backend"))
+        for sizes in (None, (2, 2)):
+            model = sharded(device, sizes=sizes)
+            tokens = batch(device, 0, 0)
+            F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+
+
+def test_collectives_run_on_the_streams_of_fully_shard():
+    run_late(4, check_streams_of_collectives, modes=("needed", "random"))
 
 
 def check_sections(device):

@@ -131,6 +131,9 @@ class Executor:
         node = self._node
         self._node = self._node_of(node.spec, node.order, State.first(len(node.state.where)))
         # Other errors are suppressed: the first one is being raised, and a broken group fails at the next collective.
+        if self.streams is not None:
+            with suppress(Exception):
+                self.streams.join()
         for unit in self.units.values():
             with suppress(Exception):
                 unit.reset(gradients=gradients)

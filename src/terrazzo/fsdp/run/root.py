@@ -468,14 +468,20 @@ class Root:
         free_memory_aside()
 
     def give_up(self) -> None:
-        """Have no units: another root has them."""
+        """Have no units: another root has them, whose streams know no marks of these."""
         self.executor.use([], self.state)
+        self._join()
 
     def share_streams_of(self, other: Root) -> None:
         """Communicate on the streams of another root."""
+        self._join()
         self.executor.streams = self.watch.streams = self.watch_replicas.streams = other.streams
         self.executor.use(self.units, self.state)
         self._resize()
+
+    def _join(self) -> None:
+        if self.streams is not None:
+            self.streams.join()
 
     # ------------------------------------------------------------------ called by users
 

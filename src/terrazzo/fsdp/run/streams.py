@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from terrazzo.comm import wire
 from terrazzo.fsdp.plan.operations import WRITTEN, Kind, Mark, Operation, Stream
+
+_COLLECTIVES = frozenset([Kind.GATHER, Kind.REDUCE, Kind.ALL_REDUCE])  # what starts them
 
 
 class Streams:
@@ -30,6 +33,7 @@ class Streams:
         device, index, marks = self._device, self._index, self._marks
         waits, records = operation.waits, operation.records
         beside = self._beside.get(operation.stream)
+        starts = operation.kind in _COLLECTIVES
 
         def run() -> None:
             stream = beside if beside is not None else device.current_stream(index)
@@ -42,7 +46,7 @@ class Streams:
                 if beside is None:
                     found = call()
                 else:
-                    with device.stream(beside):
+                    with device.stream(beside), wire.OnThisStream() if starts else nullcontext():
                         found = call()
             if records is not None and found is not False:
                 marks[records] = self.mark_of(stream)
@@ -51,8 +55,8 @@ class Streams:
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[Any]:
-        """Queue on this stream, which is given, instead of the current one."""
-        with self._device.stream(self._beside[stream]):
+        """Queue on this stream, which is given, instead of the current one, collectives too."""
+        with self._device.stream(self._beside[stream]), wire.OnThisStream():
             yield self._beside[stream]
 
     def mark_of(self, stream: Any = None) -> Any:
@@ -60,6 +64,13 @@ class Streams:
         event = self._device.Event()
         event.record(self._device.current_stream(self._index) if stream is None else stream)
         return event
+
+    def join(self) -> None:
+        """Have the device's current stream wait for all others, so that what they use may be dropped, or used with
+        other streams."""
+        current = self._device.current_stream(self._index)
+        for stream in self._beside.values():
+            current.wait_stream(stream)
 
     def _queued(self) -> None:
         """Record what the gather stream waits for: the user's event, once, or everything queued so far."""
