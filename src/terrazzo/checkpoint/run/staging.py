@@ -153,7 +153,7 @@ _in_use: dict[int, _Use] = {}  # by the id of a stager
 os.register_at_fork(after_in_child=_in_use.clear)  # the saves are the parent's
 
 
-class StagedTensor(OfChunks, msgspec.Struct, eq=False):
+class StagedTensor(OfChunks, msgspec.Struct, eq=False, gc=False):
     """A rank's part of a distributed tensor, in host memory and without its process group.
 
     `memory` has the copies of all tensors of the state dict, when they have been made; the shards are those of the
@@ -386,7 +386,7 @@ class HostMemory:
     slab_bytes: int = _SLAB
     _process: int = field(default_factory=os.getpid)
     _slabs: list[torch.Tensor] = field(default_factory=list)
-    _specs: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    _specs: tuple[list[torch.Size], list[torch.dtype]] = field(default_factory=lambda: ([], []))
     _views: list[torch.Tensor] = field(default_factory=list)
     _opaque: list[int] = field(default_factory=list)  # which torch can copy only as plain bytes
     _large: list[int] = field(default_factory=list)
@@ -397,14 +397,15 @@ class HostMemory:
         if self._process != os.getpid():  # forked since: shared memory is the parent's, too, and pinning is lost
             self.buffer, self._slabs, self._views, self._process = None, [], [], os.getpid()
             self._pinned = None
-        specs = [(tensor.shape, tensor.dtype) for tensor in sources]
-        from_devices = not all(tensor.is_cpu or tensor.is_meta for tensor in sources)
+        specs = [tensor.shape for tensor in sources], [tensor.dtype for tensor in sources]
+        from_devices = not all([tensor.is_cpu or tensor.is_meta for tensor in sources])
         pinned = from_devices and not self.shared
         if specs != self._specs or (not self._slabs if pinned else self.buffer is None):
             self._views = []
-            self._views = self._in_slabs(specs) if pinned else self._in_buffer(specs)
+            each = list(zip(*specs, strict=True))
+            self._views = self._in_slabs(each) if pinned else self._in_buffer(each)
             self._specs = specs
-            self._opaque = [number for number, (_, dtype) in enumerate(specs) if dtype in OPAQUE]
+            self._opaque = [number for number, dtype in enumerate(specs[1]) if dtype in OPAQUE]
             self._large = [number for number, view in enumerate(self._views) if view.nbytes >= _LARGE]
         if from_devices and self.shared and self._pinned is not self.buffer and self.buffer is not None:
             self.accelerator.pin(self.buffer)
