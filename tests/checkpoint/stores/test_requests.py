@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrazzo.checkpoint import Checkpoint, FileSystemReader, FileSystemWriter, load, save
+from terrazzo.checkpoint.native import requests
+from terrazzo.checkpoint.native.requests import Pace
 from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
 from terrazzo.checkpoint.stores import Capabilities, MemoryStore, Request
-from terrazzo.errors import CheckpointNotFoundError
+from terrazzo.errors import CheckpointException, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
 CAPS = [
@@ -141,3 +144,51 @@ def test_a_checkpoint_that_is_replaced_under_a_reader_says_so(tmp_path: Path) ->
     save({"w": torch.zeros(10)}, checkpoint_id=tmp_path, no_dist=True)
     with pytest.raises(CheckpointNotFoundError, match="was the checkpoint replaced"):
         checkpoint["w"][...]
+
+
+class Several(Pace):
+    """Wants as many threads as there may be, from the beginning."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(1)
+        self.threads = most
+
+
+class Meeting(MemoryStore):
+    """The thread that loads gets its second request when another thread reads; `broken` breaks that one."""
+
+    def __init__(self) -> None:
+        super().__init__(Capabilities(request_bytes=1 << 10, readers=3))
+        self.others = threading.Event()
+        self.broken = False
+
+    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+        for number, request in enumerate(super().read(requests)):
+            if threading.current_thread() is not threading.main_thread():
+                self.others.set()
+                if self.broken:
+                    raise OSError(5, "the disk fails")
+            elif number == 1:
+                assert self.others.wait(30), "one thread reads alone"
+            yield request
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_several_threads_read_where_the_store_says_so(verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into tensors that are filled in place, converted, cut or need gradients; an error of any thread is raised."""
+    monkeypatch.setattr(requests, "Pace", Several)
+    store, before = Meeting(), threading.enumerate()
+    state = {f"{n:03}": torch.arange(400.0).reshape(20, 20) + n for n in range(90)}
+    save(state, storage_writer=NativeWriter(store), no_dist=True)
+    for kind in (torch.float32, torch.float64):
+        store.others.clear()
+        target = {name: torch.zeros(20, 20, dtype=kind).requires_grad_() for name in state}
+        load(target, storage_reader=NativeReader(store, verify=verify), no_dist=True)
+        assert all(torch.equal(target[name], state[name].to(kind)) for name in state)
+        assert all(tensor.is_leaf and tensor.grad_fn is None and tensor._version for tensor in target.values())
+    assert threading.enumerate() == before
+    store.broken = True
+    store.others.clear()
+    with pytest.raises(CheckpointException, match="the disk fails"):
+        load(target, storage_reader=NativeReader(store, verify=verify), no_dist=True)
+    assert threading.enumerate() == before

@@ -3,12 +3,17 @@
 All that reads data files goes this way. Runs that are near one another in a file become one request; requests are
 made as the store can take them, so what is held at once is bounded; what has arrived is compared with its
 checksums while it is in the cache, and copied to where it belongs.
+
+A store of files is read by as many threads as make it faster, which is measured while they read: one is enough for two
+processors and a disk of their own, sixteen are not too many for a file system behind a network.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -17,6 +22,7 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
+from terrazzo._threads import streams_of_this_thread
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes, dtype_from_name
 from terrazzo.checkpoint.native.finding import gone, room_for
 from terrazzo.checkpoint.native.format import checksum, decode_frame
@@ -32,6 +38,8 @@ _WINDOW: Final = 2 << 20  # bytes with gaps that pass through a buffer at once
 _BUFFERS: Final = 64 << 20  # bytes of all buffers of requests that are under way at once
 _AT_ONCE: Final = 16 << 20  # bytes of a tensor that one request reads
 _ALIGNMENT: Final = 64
+_MEASURED: Final = 64 << 20  # bytes that each thread reads, before their speed decides whether there should be more
+_GAIN: Final = 1.1  # by how much twice as many threads have to be faster
 
 
 class _Filling(msgspec.Struct, eq=False):
@@ -83,6 +91,49 @@ class _Batch(msgspec.Struct, eq=False):
     checks: Generator[bool, int, None] | None
 
 
+class Pace:
+    """How many threads should read: twice as many, up to `most`, for as long as that is faster.
+
+    >>> times = iter([0.0, 1.0, 1.5, 2.5])  # the second thread makes it twice as fast, four are as fast as two
+    >>> pace = Pace(16, lambda: next(times))
+    >>> pace.begin()
+    >>> for nbytes in (_MEASURED, 2 * _MEASURED, 4 * _MEASURED):
+    ...     pace.read(nbytes)
+    ...     print(pace.threads)
+    2
+    4
+    2
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.threads = 1
+        self._most = most
+        self._clock = clock
+        self._settled = most == 1
+        self._fastest = 0.0  # bytes per second, of half as many threads
+        self._nbytes = 0  # since then
+        self._since = 0.0
+
+    def begin(self) -> None:
+        """A read begins."""
+        self._nbytes, self._since = 0, self._clock()
+
+    def read(self, nbytes: int) -> None:
+        """So many bytes more have been read, by all threads together."""
+        self._nbytes += nbytes
+        if self._settled or self._nbytes < _MEASURED * self.threads:
+            return
+        now = self._clock()
+        speed = self._nbytes / max(now - self._since, 1e-9)
+        if speed < self._fastest * _GAIN:
+            self.threads, self._settled = self.threads // 2, True
+        elif 2 * self.threads > self._most:
+            self._settled = True
+        else:
+            self.threads, self._fastest = 2 * self.threads, speed
+        self._nbytes, self._since = 0, now
+
+
 class Requests:
     """Reads chunks of one checkpoint. Of each data file size and header are checked once, if `verify`."""
 
@@ -98,57 +149,99 @@ class Requests:
         self._spans: dict[Any, list[Span]] = {}  # the same for all items of one box, shape and dtype
         self._spare: list[_Buffer] = []  # free buffers
         self._skipped = memoryview(bytearray(self._gap))  # memory for the bytes between runs, which are discarded
+        self._pace = Pace(store.caps.readers)
+        self._turn = threading.Lock()  # of the threads that read, to take a request and to count what has been read
         self.bytes_read = 0
 
     def read(self, wanted: Iterable[WantedBox]) -> None:
         """Read what is wanted, sorted by file and by offset in the file."""
-        for request in self._carried_out(self._requests(self._runs(wanted))):
-            batch: _Batch = request.owner
-            changed: list[torch.Tensor] = []
-            targets: list[torch.Tensor] = []
-            staged: list[torch.Tensor] = []
-            if batch.checks is not None:
-                complete = batch.checks.send(request.size)
-                assert complete, "a request ends before its runs do"
-            for run in batch.runs:
-                if run.frames is not None:
-                    _decompress(run)
-                filling = run.filling
-                if filling is None:
-                    continue
-                if run.staged is not None:
-                    target, elements = _of_one_kind(filling, run, run.staged)
-                    targets.append(target)
-                    staged.append(elements)
-                filling.left -= 1
-                if filling.left == 0 and filling.chunk is not None:
-                    self._check_crc(filling.chunk, filling.target)
-                if filling.left == 0 and filling.in_place and not filling.target.is_inference():
-                    changed.append(filling.target)
-            if targets:
-                torch._foreach_copy_(targets, staged)
+        requests = self._requests(self._runs(wanted))
+        others: list[threading.Thread] = []
+        errors: list[BaseException] = []
+        self._pace.begin()
+
+        def own(number: int) -> Iterator[Request]:
+            """What a thread carries out: the next request, until there are none or the thread is one too many."""
+            while number < self._pace.threads and not errors:
+                with self._turn:
+                    request = next(requests, None)
+                if request is None:
+                    return
+                yield request
+
+        def work(number: int) -> None:
+            try:
+                for request in self._store.read(own(number)):
+                    self._take(request)
+                    if number == 0 and len(others) + 1 < self._pace.threads:
+                        as_here = _as_this_thread()
+                        for more in range(len(others) + 1, self._pace.threads):
+                            thread = threading.Thread(target=as_here, args=(work, more), name="terrazzo-read")
+                            thread.start()
+                            others.append(thread)
+            except BaseException as error:  # noqa: B036  # raised below
+                errors.append(self._explained(error))
+
+        try:
+            work(0)
+        finally:
+            for thread in others:
+                thread.join()
+        if errors:
+            raise errors[0]
+
+    def _take(self, request: Request) -> None:
+        """Check what a request has brought, and put it where it belongs."""
+        batch: _Batch = request.owner
+        changed: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        staged: list[torch.Tensor] = []
+        complete: list[_Filling] = []
+        if batch.checks is not None:
+            all_checked = batch.checks.send(request.size)
+            assert all_checked, "a request ends before its runs do"
+        for run in batch.runs:
+            if run.frames is not None:
+                _decompress(run)
+            if run.filling is not None and run.staged is not None:
+                target, elements = _of_one_kind(run.filling, run, run.staged)
+                targets.append(target)
+                staged.append(elements)
+        if targets:
+            torch._foreach_copy_(targets, staged)
+        with self._turn:
+            self.bytes_read += request.size
+            self._pace.read(request.size)
             if batch.buffer is not None:
                 self._spare.append(batch.buffer)
-            if changed:
-                increment_version(changed)
+            for run in batch.runs:
+                filling = run.filling
+                if filling is not None:
+                    filling.left -= 1
+                    if filling.left == 0 and filling.in_place:
+                        complete.append(filling)
+        for filling in complete:
+            if filling.chunk is not None:
+                self._check_crc(filling.chunk, filling.target)
+            if not filling.target.is_inference():
+                changed.append(filling.target)
+        if changed:
+            increment_version(changed)
 
     def release(self) -> None:
         """Give back the memory that is kept between reads."""
         self._spare = []
 
-    def _carried_out(self, requests: Iterator[Request]) -> Iterator[Request]:
-        done = self._store.read(requests)
-        while True:
-            try:
-                request = next(done, None)
-            except FileNotFoundError as error:
-                raise gone(self._store.location, error) from error
-            except EOFError as error:
-                raise CheckpointCorruptError(f"a data file is shorter than the checkpoint says: {error}") from error
-            if request is None:
-                return
-            self.bytes_read += request.size
-            yield request
+    def _explained(self, error: BaseException) -> BaseException:
+        """The error that a reader gets for one of the store."""
+        if isinstance(error, FileNotFoundError):
+            explained: BaseException = gone(self._store.location, error)
+        elif isinstance(error, EOFError):
+            explained = CheckpointCorruptError(f"a data file is shorter than the checkpoint says: {error}")
+        else:
+            return error
+        explained.__cause__ = error
+        return explained
 
     # ------------------------------------------------- from what is wanted to requests
 
@@ -371,6 +464,19 @@ class Requests:
                 f"{self._store.location}/{chunk.file.name}: the bytes of {chunk.name!r} are not the bytes that were "
                 f"written (CRC-32 {crc:08x}, expected {chunk.crc:08x})"
             )
+
+
+def _as_this_thread() -> Callable[..., None]:
+    """What calls a function on another thread as here: with the same streams, and recording as little for autograd."""
+    take_streams = streams_of_this_thread()
+    with_grad, for_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def call(function: Callable[..., None], *arguments: Any) -> None:
+        take_streams()
+        with torch.inference_mode(for_inference), torch.set_grad_enabled(with_grad):
+            function(*arguments)
+
+    return call
 
 
 def _ends_of_blocks(run: _FileRun, chunk: StoredChunk) -> Iterable[int]:

@@ -59,6 +59,7 @@ class Capabilities:
         direct_bytes: the same, if all of them go where they belong and need no buffer; None: as many.
         gap: the most bytes between two ranges that are read along instead of making another request.
         depth: the number of requests at a time.
+        readers: the most threads that read at once, each by a call of `read`; as many are used as make it faster.
     """
 
     in_place: bool = True
@@ -67,6 +68,7 @@ class Capabilities:
     gap: int = 16 << 10
     depth: int = 1
     direct_bytes: int | None = None
+    readers: int = 1
 
 
 class Entry(msgspec.Struct, frozen=True):

@@ -63,8 +63,9 @@ class LocalStore(Store):
     `flock`; tests replace it to make calls fail.
     """
 
-    # Between two requests, what prepares the next one has to be brought back into the processor's cache.
-    caps = Capabilities(direct_bytes=256 << 20)
+    # Between two requests, what prepares the next one has to be brought back into the processor's cache; but there have
+    # to be enough of them for several threads.
+    caps = Capabilities(direct_bytes=16 << 20, readers=16)
 
     def __init__(self, path: str | os.PathLike[str], system: Any = os, *, durable: bool = True) -> None:
         self._path = Path(path)
