@@ -116,8 +116,14 @@ def test_diff(path: str, tmp_path: Path) -> None:
     assert found["nan"] == "1 of 2 elements differ: nan in one of the two"
     assert found["nans"] == "2 of 2 elements differ, by up to 2; in 1 of them one of the two is nan"
     assert "1 of 2 elements differ, by up to 0.5" in found["n"] and found["step"] == "only in the first"
-    close = run("diff", str(tmp_path / "a"), str(tmp_path / "b"), "--tolerance", "0.5", "--json")
-    assert "n" not in {entry["name"] for entry in json.loads(close.stdout)["differences"]}
+    both = str(tmp_path / "a"), str(tmp_path / "b")
+    result = run("diff", *both, "--tolerance", "0.5", "--json")
+    close = {entry["name"] for entry in json.loads(result.stdout)["differences"]}
+    assert "n" not in close and "i" in close  # integers that float64 cannot tell apart
+    assert run("diff", *both, "--tolerance", "1", "--only", "i").exit_code == 0
+    for wrong in ("nan", "-1"):
+        refused = run("diff", *both, "--tolerance", wrong)
+        assert refused.exit_code != 0 and "must be a number that is not negative" in refused.output
 
 
 def test_diff_of_steps_of_a_run(tmp_path: Path) -> None:

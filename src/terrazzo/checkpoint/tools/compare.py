@@ -14,7 +14,7 @@ from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
 from terrazzo.checkpoint.native.objects import encode
 from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor
-from terrazzo.errors import UnsupportedValueError
+from terrazzo.errors import CheckpointError, UnsupportedValueError
 
 _WINDOW: Final = 8 << 20  # bytes that are compared at a time
 _SMALL: Final = 1 << 20  # tensors up to this size are read many at once
@@ -63,6 +63,8 @@ def compare(
     >>> list(compare(*map(Checkpoint, paths)))
     [Difference(name='step', what='0 and 1')]
     """
+    if not tolerance >= 0:  # nan is greater than nothing, so all numbers would be equal
+        raise CheckpointError(f"`tolerance` must be a number that is not negative, not {tolerance}")
     there = other.digests()
     # Values with equal checksums need not be read.
     same = {name for name, digest in one.digests().items() if there.get(name) == digest}
@@ -83,7 +85,7 @@ def compare(
                 elif isinstance(a, LazyTensor) or isinstance(b, LazyTensor):
                     found = Difference(name, "a tensor in one, an object in the other")
                 else:
-                    found = _objects(name, a, b)
+                    found = _objects(name, a, b, tolerance)
             if found is not None:
                 yield found
     yield from (Difference(name, "only in the second") for name in in_order(filter(wanted, other.keys() - one.keys())))
@@ -180,7 +182,7 @@ def _difference(
         unlike = left.to(wide).isnan() != right.to(wide).isnan()
         nans += int(unlike.sum())
         different = (gap > tolerance) | unlike
-        if not left.is_floating_point() and not left.is_complex() and tolerance == 0:
+        if not left.is_floating_point() and not left.is_complex() and tolerance < 1:
             different = left != right  # float64 cannot tell large integers apart
         differing += int(different.sum())
         largest = max(largest, float(gap.max()))
@@ -193,7 +195,9 @@ def _difference(
     return Difference(name, f"{what}, by up to {largest:g}{also}", differing, numel, largest)
 
 
-def _objects(name: str, a: Any, b: Any) -> Difference | None:
+def _objects(name: str, a: Any, b: Any, tolerance: float) -> Difference | None:
+    if tolerance and type(a) is type(b) and type(a) in (int, float) and abs(a - b) <= tolerance:
+        return None
     try:
         same = encode(a) == encode(b)
     except UnsupportedValueError:
