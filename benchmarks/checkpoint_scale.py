@@ -175,7 +175,7 @@ def read_part(data: bytes, index: bytes, state: dict[str, Sharded]) -> int:
     """One rank finds what it has to read, from the root and an index; returns the number of chunks."""
     root = Root(data, "simulated")
     planner = DefaultLoadPlanner()
-    planner.set_up_planner(dict(state), metadata_of(root), False)
+    planner.set_up_planner(dict(state), metadata_of(root, IndexStore(index)), False)
     plan = planner.read_plan()
     assert plan is not None
     return len(

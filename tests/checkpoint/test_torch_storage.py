@@ -192,7 +192,6 @@ MODULES = (
 
 # What differs from PyTorch 2.13 and 2.14 by choice, or is not there.
 ABSENT = {
-    "CheckpointableTensor": "of PyTorch 2.14: a tensor with the place of its parts as attributes; not yet",
     "HuggingFaceStorageReader": "PyTorch's own works with our save and load",
     "HuggingFaceStorageWriter": "the same",
     "QuantizedHuggingFaceStorageReader": "the same",
@@ -211,7 +210,7 @@ OTHER_PARAMETERS = {
     "FsspecWriter": {"serialization_format"},
     "async_save": {"use_collectives"},  # ranks always agree over our own connections
     "save": {"use_collectives"},
-    "AsyncSaveResponse": {"upload_completion"},  # it is the future itself
+    "AsyncSaveResponse": {"upload_completion"},  # may be left out: then it is the future itself
     "DefaultStager.stage": {"kwargs"},
     "FileSystemReader.read_metadata": {"args", "kwargs"},
     "FileSystemReader.set_up_storage_reader": {"args", "kwargs"},

@@ -336,16 +336,22 @@ def check_refusals() -> None:
                 helper(name)(sharded)
         assert helper("torch.distributed.checkpoint.state_dict._get_fqns")(sharded, "weight") == {"weight"}
         refused = {
-            f"{planner_helpers}._create_write_items": ("w", x),
-            f"{planner_helpers}._create_chunk_list": (x,),
-            f"{planner_helpers}._create_default_metadata_only_plan": ({"w": x},),
-            f"{planner_helpers}._create_read_items": ("w", terrazzo.checkpoint.BytesStorageMetadata(), None),
-            "torch.distributed.checkpoint.state_dict_loader._load_state_dict": ({"w": x}, reader),
+            f"{planner_helpers}._create_read_items": ("w", reader, None),
             "torch.distributed.checkpoint.state_dict._patch_model_state_dict": (parallel,),
             f"{UTILS}.ExplicitRedistributionContext": (),
             "torch.distributed.utils._sync_module_states": (parallel, dist.group.WORLD, 1, 0, set()),
             "torch.distributed.tensor.experimental._attention._enable_context_parallel_dispatcher": (),
         }
+        # Items, plans and metadata of checkpoints are translated both ways.
+        (item,) = helper(f"{planner_helpers}._create_write_items")("w", x)
+        (chunk,) = helper(f"{planner_helpers}._create_chunk_list")(x)
+        plan = helper(f"{planner_helpers}._create_default_metadata_only_plan")({"w": x})
+        (read,) = helper(f"{planner_helpers}._create_read_items")("b", terrazzo.checkpoint.BytesStorageMetadata(), None)
+        kinds = terrazzo.checkpoint
+        assert (type(item), type(plan), type(read)) == (kinds.WriteItem, kinds.SavePlan, kinds.ReadItem)
+        assert type(chunk) is kinds.ChunkStorageMetadata is type(item.tensor_data.chunk)
+        for each in (chunk, item.tensor_data.chunk, plan.items[0].tensor_data.chunk):
+            assert (tuple(each.offsets), tuple(each.sizes)) == ((2 * dist.get_rank(), 0), (2, 2))
         for name, args in refused.items():
             with pytest.raises(TypeError, match=rf"{name}, a private function of PyTorch, .* Use .*terrazzo"):
                 helper(name)(*args)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from terrazzo.checkpoint.manager import CheckpointManager
     from terrazzo.checkpoint.metadata import (
         BytesStorageMetadata,
+        CheckpointableTensor,
         ChunkStorageMetadata,
         Metadata,
         MetadataIndex,
@@ -53,6 +54,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointException",
     "CheckpointManager",
+    "CheckpointableTensor",
     "ChunkStorageMetadata",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
@@ -98,6 +100,7 @@ __getattr__, __dir__ = late(
         "manager": ["CheckpointManager"],
         "metadata": [
             "BytesStorageMetadata",
+            "CheckpointableTensor",
             "ChunkStorageMetadata",
             "Metadata",
             "MetadataIndex",

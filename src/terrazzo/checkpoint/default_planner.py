@@ -6,17 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.checkpoint.metadata import Metadata, MetadataIndex
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, is_tensor_entry
+from terrazzo.checkpoint.native.memory import empty
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, set_element
 from terrazzo.checkpoint.plan.global_plan import merged_metadata
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.plan.save_planner import DefaultSavePlanner
 from terrazzo.checkpoint.plan.sharded import flatten_sharded_tensors as _flatten_sharded_tensors
 from terrazzo.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
+from terrazzo.errors import CheckpointError
 
 __all__ = [
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
+    "_EmptyStateDictLoadPlanner",
     "_flatten_sharded_tensors",
     "create_default_global_load_plan",
     "create_default_global_save_plan",
@@ -25,6 +28,31 @@ __all__ = [
     "flatten_state_dict",
     "set_element",
 ]
+
+
+class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
+    """Loads into an empty state dict what the checkpoint holds: all, or what lies under `keys`.
+
+    PyTorch's planner of this name, which libraries use to load whole checkpoints.
+    """
+
+    def __init__(self, keys: set[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.keys = keys
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        if state_dict or metadata is None:
+            raise CheckpointError(f"{type(self).__name__} needs an empty state dict, and the checkpoint's metadata")
+        paths: Any = metadata.planner_data or {}
+        for name, entry in metadata.state_dict_metadata.items():
+            path = paths.get(name) or (name,)
+            above = {".".join(map(str, path[:count])) for count in range(1, len(path) + 1)}
+            if self.keys is None or name in self.keys or above & self.keys:
+                value = empty(name, entry.size, entry.properties.dtype) if is_tensor_entry(entry) else None
+                set_element(state_dict, path, value)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
 
 
 def create_default_local_save_plan(state_dict: dict[str, Any], is_coordinator: bool) -> SavePlan:

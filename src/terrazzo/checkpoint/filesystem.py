@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.checkpoint.formats.torch_storage import finish_as_torch, writer_of_torch
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
 from terrazzo.checkpoint.native.writer import WriteOptions
 from terrazzo.checkpoint.run.staging import BlockingAsyncStager
+from terrazzo.checkpoint.storage import WriteResult
 from terrazzo.checkpoint.stores import Store, is_url, store_at
-from terrazzo.errors import UnsupportedValueError
+from terrazzo.errors import CheckpointExistsError, UnsupportedValueError
 
 __all__ = ["FileSystemReader", "FileSystemWriter"]
+
+
+def _option(name: str, lowest: int | None = None) -> Any:
+    """One of the writer's options as an attribute; classes built on the writer read and set them."""
+
+    def change(writer: Any, value: Any) -> None:
+        value = value if lowest is None else max(value, lowest)
+        writer.options = replace(writer.options, **{name: value})
+
+    return property(lambda writer: getattr(writer.options, name), change)
 
 
 class FileSystemWriter(BlockingAsyncStager, NativeWriter):
@@ -34,6 +49,10 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
         compression: Compress tensors (zstd, after shuffling their bytes): smaller files, slower saves.
     """
 
+    single_file_per_rank = _option("single_file_per_rank")
+    thread_count = _option("threads", lowest=1)
+    per_thread_copy_ahead = _option("buffer_bytes")
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -51,12 +70,39 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
             raise UnsupportedValueError("terrazzo's format has no stream extensions: leave _extensions out")
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         options = WriteOptions(single_file_per_rank, max(thread_count, 1), per_thread_copy_ahead, compression)
-        self._durable = sync_files
+        self._sync_files = sync_files
         NativeWriter.__init__(self, self._open_store(path), options, overwrite=overwrite)
         self.path = _path(path)
 
     def _open_store(self, path: str | os.PathLike[str]) -> Store:
-        return store_at(path, durable=self._durable)
+        return store_at(path, durable=self._sync_files)
+
+    @property
+    def sync_files(self) -> bool:
+        """Whether a save waits until everything is on the disk."""
+        return self._sync_files
+
+    @sync_files.setter
+    def sync_files(self, value: bool) -> None:
+        self._sync_files = value
+        self.store = self._open_store(self.path)
+
+    @property
+    def transforms(self) -> Any:
+        """What PyTorch's writer does to its streams: nothing. Subclasses that write PyTorch's files pass it on."""
+        return writer_of_torch(self.path).transforms
+
+    def _finish_others(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
+        """Commit what a subclass has written itself as PyTorch writes it."""
+        if not all(hasattr(each.storage_data, "relative_path") for part in results for each in part):
+            super()._finish_others(metadata, results)
+        self._commit.release()
+        if self.store.exists(MANIFEST):
+            raise CheckpointExistsError(
+                f"{self.store.location} holds a checkpoint in terrazzo's format, which would hide the one that "
+                f"{type(self).__name__} has written in PyTorch's: save elsewhere, or remove it first"
+            )
+        finish_as_torch(self.path, metadata, results)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:

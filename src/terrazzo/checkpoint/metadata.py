@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 import torch
 
@@ -86,6 +86,29 @@ STORAGE_TYPES: TypeAlias = TensorStorageMetadata | BytesStorageMetadata
 def is_tensor_entry(entry: Any) -> TypeGuard[TensorStorageMetadata]:
     """Whether an entry of the metadata is a tensor's. Readers built on PyTorch's classes return PyTorch's entries."""
     return isinstance(entry, TensorStorageMetadata) or hasattr(entry, "chunks")
+
+
+@runtime_checkable
+class CheckpointableTensor(Protocol):
+    """A plain tensor that has parts of a global one, said by its attributes: PyTorch's protocol, since 2.14.
+
+    Attributes:
+        global_shape: The shape of the global tensor.
+        global_offsets: For each part, where it begins in the global tensor.
+        local_offsets: For each part, where it begins in this tensor; () if it is all of it.
+        local_sizes: The shape of each part.
+
+    >>> rows = torch.ones(2, 3)
+    >>> rows.global_shape, rows.global_offsets = (4, 3), ((2, 0),)
+    >>> rows.local_offsets, rows.local_sizes = ((),), ((2, 3),)
+    >>> isinstance(rows, CheckpointableTensor), isinstance(torch.ones(2), CheckpointableTensor)
+    (True, False)
+    """
+
+    global_shape: tuple[int, ...]
+    global_offsets: tuple[tuple[int, ...], ...]
+    local_offsets: tuple[tuple[int, ...], ...]
+    local_sizes: tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)

@@ -137,6 +137,18 @@ def _load_state_dict_from_keys(
     return opened.state_dict(is_wanted)
 
 
+def _load_state_dict(
+    state_dict: STATE_DICT_TYPE,
+    storage_reader: StorageReader,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> None:
+    """`load`, as libraries call it that use PyTorch's private function of this name."""
+    load(state_dict, storage_reader=storage_reader, process_group=process_group, no_dist=no_dist, planner=planner)
+
+
 def load_state_dict(
     state_dict: STATE_DICT_TYPE,
     storage_reader: StorageReader,
@@ -147,13 +159,7 @@ def load_state_dict(
 ) -> None:
     """Deprecated: use `load`. `coordinator_rank` is ignored: the first rank of the group is the coordinator."""
     warnings.warn("load_state_dict is deprecated: use terrazzo.checkpoint.load", FutureWarning, stacklevel=2)
-    load(
-        state_dict,
-        storage_reader=storage_reader,
-        process_group=process_group,
-        no_dist=no_dist,
-        planner=planner,
-    )
+    _load_state_dict(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
 
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")

@@ -65,7 +65,10 @@ MODULES: Final[Mapping[str, str]] = {
     "tensor.experimental._attention": "terrazzo.tensor.experimental",
 }
 
-_PRIVATE_NAMES: Final = ("_StridedShard",)
+_PRIVATE_NAMES: Final = (
+    *("_StridedShard", "_EmptyStateDictLoadPlanner"),
+    *("_load_state_dict", "_load_state_dict_from_keys"),
+)
 """Private names that are replaced like public ones."""
 
 # PyTorch's private modules whose functions libraries call with tensors, placements, modules or state dicts.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import types
 from collections.abc import Callable, Mapping
 from math import prod
@@ -17,6 +18,7 @@ from typing import Any, Final
 from torch import nn
 
 from terrazzo._torch.replaced import HOMES, originals
+from terrazzo.checkpoint.formats import torch_storage
 from terrazzo.errors import PrivateHelperError
 from terrazzo.fsdp import FSDPModule
 from terrazzo.layout import Placement
@@ -128,7 +130,9 @@ class _Translation:
             return self._callback(value)
         if isinstance(value, nn.Module):
             self._refuse_sharded(value)
-        elif _is_ours(value):
+        elif type(value) in torch_storage.classes()[0]:  # of plans and metadata
+            return self._note(value, torch_storage.to_theirs(value))
+        elif _is_ours(value) and not isinstance(value, io.BytesIO):  # the data of values are bytes to everyone
             raise _error(self.name, f"got a {_name_of(value)}, which is terrazzo's")
         return value
 
@@ -137,6 +141,8 @@ class _Translation:
         if id(value) in self._back:
             return self._back[id(value)]
         if type(value) in self._replaced and not (is_torch_dtensor(type(value)) or interop.is_torch_placement(value)):
+            if type(value) in torch_storage.classes()[1]:
+                return torch_storage.to_ours(value)
             ours = self._replaced[type(value)]
             raise _error(self.name, f"makes a {type(value).__name__} of PyTorch, not {ours.__module__}.{ours.__name__}")
         if self.found and is_torch_dtensor(type(value)):

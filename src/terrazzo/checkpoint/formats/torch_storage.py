@@ -55,7 +55,7 @@ def _is_theirs(storage: Any, name: str) -> bool:
 
 
 @cache
-def _classes() -> tuple[dict[type, type], dict[type, type]]:
+def classes() -> tuple[dict[type, type], dict[type, type]]:
     """Which of their classes stands for which of ours, and the other way round."""
     with originals():
         from torch.distributed.checkpoint import metadata as their_metadata
@@ -70,12 +70,12 @@ def _classes() -> tuple[dict[type, type], dict[type, type]]:
 
 def to_theirs(value: Any) -> Any:
     """The same value, of PyTorch's classes."""
-    return _made_of(value, _classes()[0])
+    return _made_of(value, classes()[0])
 
 
 def to_ours(value: Any) -> Any:
     """The same value, of our classes."""
-    return _made_of(value, _classes()[1])
+    return _made_of(value, classes()[1])
 
 
 def _made_of(value: Any, classes: dict[type, type]) -> Any:
@@ -147,6 +147,19 @@ class TorchStorageWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         meta: StorageMeta | None = to_ours(self._writer.storage_meta())
         return meta
+
+
+def writer_of_torch(path: str | os.PathLike[str]) -> Any:
+    """PyTorch's own writer for a folder."""
+    with originals():
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        return FileSystemWriter(path)
+
+
+def finish_as_torch(path: str | os.PathLike[str], metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
+    """Write PyTorch's `.metadata` for files that were written as PyTorch writes them, with these results."""
+    TorchStorageWriter(writer_of_torch(path)).finish(metadata, list(results))
 
 
 class _Data:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, overload
 
 import torch
@@ -11,6 +13,7 @@ from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -18,8 +21,10 @@ from terrazzo.checkpoint.metadata import (
 from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.chunks import Chunks
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
-from terrazzo.checkpoint.native.format import VERSION
+from terrazzo.checkpoint.native.finding import PartIndexes
+from terrazzo.checkpoint.native.format import MANIFEST, VERSION
 from terrazzo.checkpoint.native.root import TENSOR, Root
+from terrazzo.checkpoint.stores.base import Store
 from terrazzo.layout.box import Box
 from terrazzo.layout.chunk import ChunkStorageMetadata
 
@@ -96,13 +101,60 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
         return len(self._manifest.names)
 
 
-def metadata_of(manifest: Root, meta: StorageMeta | None = None) -> Metadata:
+@dataclass
+class StorageInfo:
+    """Where a value is stored, as PyTorch says it: bytes of a file in the checkpoint's folder."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: Sequence[str] | None = None
+
+
+class StoredPlaces(Mapping[MetadataIndex, StorageInfo]):
+    """Where each chunk and each value of a checkpoint lies; the indexes are read when this is first asked for.
+
+    A chunk that is stored in pieces has one entry for each piece. `root` is the checkpoint's root.
+    """
+
+    def __init__(self, root: Root, store: Store) -> None:
+        self.root = root
+        self._store = store
+
+    @cached_property
+    def _places(self) -> dict[MetadataIndex, StorageInfo]:
+        root = self.root
+        boxes = ((name, box) for name in root.tensors for box in root.chunks(root.tensors[name]).boxes())
+        found: dict[MetadataIndex, StorageInfo] = {}
+        for (name, box), chunk in PartIndexes(root, self._store).by_box(boxes).items():
+            is_tensor = root.tensors[name].kind == TENSOR
+            index = MetadataIndex(name, box.offsets) if is_tensor else MetadataIndex(name)
+            stored = chunk.nbytes if not chunk.codec else int(chunk.frames[chunk.first_frame :][: chunk.blocks].sum())
+            found[index] = StorageInfo(chunk.file.name, chunk.start, stored)
+        for value in root.head.objects:
+            found[MetadataIndex(value.name)] = StorageInfo(MANIFEST, 0, len(root.data))
+        return found
+
+    def __getitem__(self, index: MetadataIndex) -> StorageInfo:
+        return self._places[index]
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoredPlaces, (self.root, self._store)
+
+
+def metadata_of(manifest: Root, store: Store, meta: StorageMeta | None = None) -> Metadata:
     """The table of contents of a checkpoint in the native format."""
     data, paths = manifest.head.planner_data, manifest.head.paths
     return Metadata(
         ManifestEntries(manifest),
         planner_data=(paths or None) if data is None else objects.decode(data),
-        storage_data=manifest,
+        storage_data=StoredPlaces(manifest, store),
         storage_meta=meta,
         version=str(VERSION),
     )

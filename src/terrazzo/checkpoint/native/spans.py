@@ -41,6 +41,11 @@ class StoredChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     crc: int = 0  # the CRC-32 of all bytes, of formats that have that; 0: unknown
 
     @property
+    def blocks(self) -> int:
+        """In how many blocks it is stored."""
+        return -(-self.nbytes // self.block)
+
+    @property
     def itemsize(self) -> int:
         """The bytes of an element."""
         return itemsize_of(self.dtype)

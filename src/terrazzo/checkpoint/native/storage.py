@@ -14,7 +14,7 @@ import torch
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native import marker, objects
 from terrazzo.checkpoint.native.commit import Commit, committed_manifest, remove_leftovers
-from terrazzo.checkpoint.native.contents import metadata_of
+from terrazzo.checkpoint.native.contents import StoredPlaces, metadata_of
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
 from terrazzo.checkpoint.native.memory import bytes_of, empty
@@ -86,11 +86,10 @@ class NativeWriter(RowWriter):
         return PartResults(write_part(self.store, rows, self._files, self.options, self.base))
 
     def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
-        parts = []
-        for rank, result in enumerate(results):
-            if not isinstance(result, PartResults):
-                raise CheckpointError(f"the results of rank {rank} do not come from this writer's write_data")
-            parts.append(result.part)
+        parts = [result.part for result in results if isinstance(result, PartResults)]
+        if len(parts) < len(results):
+            self._finish_others(metadata, results)
+            return
         save_id = self._files.save_id if self._files is not None else uuid.uuid4().hex[:12]
         features = ("zstd",) if self.options.compression else ()
         root, listed = commit(self.store, parts, save_id, metadata.planner_data, self._commit.put, features=features)
@@ -105,10 +104,15 @@ class NativeWriter(RowWriter):
         finally:
             self._commit.release()
 
+    def _finish_others(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
+        """Commit what another `write_data` has written."""
+        rank = next(rank for rank, result in enumerate(results) if not isinstance(result, PartResults))
+        raise CheckpointError(f"the results of rank {rank} do not come from this writer's write_data")
+
     def _describe(self, metadata: Metadata) -> None:
         """Change `metadata` to describe what has been stored."""
         if self._manifest is not None:
-            stored = metadata_of(self._manifest, self.storage_meta())
+            stored = metadata_of(self._manifest, self.store, self.storage_meta())
             metadata.state_dict_metadata = stored.state_dict_metadata
             metadata.storage_data = stored.storage_data
             metadata.storage_meta = stored.storage_meta
@@ -132,7 +136,7 @@ class NativeWriter(RowWriter):
 
     def describe_committed(self, data: bytes) -> Metadata:
         self._manifest = Root(data, self.store.location)
-        return metadata_of(self._manifest, self.storage_meta())
+        return metadata_of(self._manifest, self.store, self.storage_meta())
 
     def abandon(self) -> None:
         if self._files is not None:
@@ -194,12 +198,13 @@ class NativeReader(TargetReader):
     def _described(self) -> Metadata:
         assert self._manifest is not None
         save_id = self._manifest.head.save_id
-        return metadata_of(self._manifest, StorageMeta(self.store.location, save_id, self.load_id))
+        return metadata_of(self._manifest, self.store, StorageMeta(self.store.location, save_id, self.load_id))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         super().set_up_storage_reader(metadata, is_coordinator)
-        if isinstance(metadata.storage_data, Root):
-            self._manifest = metadata.storage_data
+        self.storage_data = metadata.storage_data  # as PyTorch's readers have it, for classes built on this one
+        if isinstance(metadata.storage_data, StoredPlaces):
+            self._manifest = metadata.storage_data.root
 
     @torch.no_grad()
     def fill(self, targets: Sequence[Target]) -> None:

@@ -30,7 +30,7 @@ from terrazzo.checkpoint.native.memory import fault_of
 from terrazzo.checkpoint.native.objects import value_of
 from terrazzo.checkpoint.native.rows import ReadPlan, Target
 from terrazzo.checkpoint.plan.flatten import PerRank, flatten_state_dict, name_on_rank, set_element
-from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded, plain_chunk
+from terrazzo.checkpoint.plan.sharded import Viewer, global_size, is_sharded, plain_chunk
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.torch_api.items import items_of, value_item
 from terrazzo.errors import CheckpointError, CheckpointMismatchError, TerrazzoError, UnsupportedValueError
@@ -180,7 +180,8 @@ class DefaultLoadPlanner(LoadPlanner):
                 elif type(entry) is not TensorStorageMetadata and not is_tensor_entry(entry):  # PyTorch's class
                     faults.mismatched.append(f"{name}: the checkpoint holds an object, the state dict a tensor")
                 else:
-                    fault = self._fault(value.size(), value.dtype, entry)
+                    local = sharded and not hasattr(value, "device_mesh")  # its own shape may be that of its part
+                    fault = self._fault(global_size(value) if local else value.size(), value.dtype, entry)
                     if fault is not None:
                         faults.mismatched.append(f"{name}: {fault}")
                         continue
@@ -211,7 +212,8 @@ class DefaultLoadPlanner(LoadPlanner):
     def _fault(self, size: torch.Size, dtype: torch.dtype, entry: TensorStorageMetadata) -> str | None:
         """Why a tensor cannot be loaded from an entry; None if it can."""
         if size != entry.size:
-            return f"the checkpoint's shape is {list(entry.size)}, the state dict's is {list(size)}"
+            said = f"Size mismatch between saved {entry.size} and current: {size}"  # by PyTorch
+            return f"the checkpoint's shape is {list(entry.size)}, the state dict's is {list(size)} ({said})"
         stored = entry.properties.dtype
         if stored is dtype:
             return None
@@ -223,7 +225,9 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def _report(self, faults: _Faults, stored: Mapping[str, Any]) -> None:
         self.missing = tuple(faults.missing)
-        lines = [f"{name}: not in the checkpoint" for name in faults.missing] if not self.allow_partial_load else []
+        missing = () if self.allow_partial_load else faults.missing
+        # In brackets what PyTorch says, which programs look for.
+        lines = [f"{name}: not in the checkpoint (Missing key in checkpoint state_dict: {name}.)" for name in missing]
         lines += faults.mismatched
         if lines:
             more = f"\n  and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""

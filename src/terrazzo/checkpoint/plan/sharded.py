@@ -6,7 +6,8 @@ is `to_local()` if there is one chunk, and `__get_tensor_shard__(index)` if ther
 without communication; if not, the ranks exchange what they hold (`ownership`).
 
 The library's own classes that consist of chunks (`ChunkedTensor`) have a method `own_chunks`, which returns boxes and
-elements together. PyTorch's `ShardedTensor` has no `__create_chunk_list__`; its shards are looked at.
+elements together. PyTorch's `ShardedTensor` has no `__create_chunk_list__`; its shards are looked at. A plain tensor
+with the attributes of `CheckpointableTensor` is one, too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ __all__ = [
     "Viewer",
     "check_storable",
     "flatten_sharded_tensors",
+    "global_size",
     "is_sharded",
     "local_chunks",
     "plain_chunk",
@@ -61,7 +63,15 @@ class ShardView(msgspec.Struct, frozen=True, eq=False):
 
 def is_sharded(value: Any) -> bool:
     """Whether `value` is a distributed tensor, of whatever library."""
-    return _is_sharded_type(type(value))  # type: ignore[arg-type]  # types are hashable
+    kind: Any = type(value)
+    return _is_sharded_type(kind) or (hasattr(value, "global_offsets") and isinstance(value, torch.Tensor))
+
+
+def global_size(value: Any) -> torch.Size:
+    """The shape of a distributed tensor, of all ranks' parts together."""
+    kind: Any = type(value)
+    size: torch.Size = value.size() if _is_sharded_type(kind) else torch.Size(value.global_shape)
+    return size
 
 
 @functools.lru_cache(maxsize=1024)
@@ -87,6 +97,8 @@ class Viewer:
         kind = type(value)
         if _is_sharded_tensor(kind):
             return self._view_shards(name, value, _local_shards(value), None)
+        if not hasattr(kind, "__create_chunk_list__"):
+            return _of_local_parts(name, value)
         own = getattr(value, "own_chunks", None)
         if own is not None:
             return self._view_shards(name, value, own(), value.holders)
@@ -188,6 +200,27 @@ def _holders_of(name: str, mesh: Any, placements: tuple[Any, ...]) -> Holders:
     return Holders(tuple(ranks), frozenset(mesh.mesh.reshape(-1).tolist()))
 
 
+def _of_local_parts(name: str, value: Any) -> ShardView:
+    """The view of a plain tensor whose attributes say of which global tensor it has parts, and where these are in it:
+    PyTorch's `CheckpointableTensor`."""
+    chunks = []
+    places = zip(value.global_offsets, value.local_offsets, value.local_sizes, strict=True)
+    for offsets, inside, lengths in places:
+        box = Box(tuple(offsets), tuple(lengths))
+        own = value[Box(tuple(inside), box.lengths).slices()] if inside else value
+        if tuple(own.shape) != box.lengths:
+            raise UnsupportedValueError(
+                f"{name!r}: the part at {box.offsets} should be of shape {box.lengths}, but the local tensor has only "
+                f"{tuple(own.shape)} at {tuple(inside)}; correct its `local_offsets` and `local_sizes`"
+            )
+        if not box.is_empty:
+            chunks.append((box, _detached(own)))
+    fault = fault_of(value)
+    if fault:
+        raise UnsupportedValueError(f"{name!r}: its local tensor on this rank: {fault}")
+    return ShardView(torch.Size(value.global_shape), value.dtype, tuple(chunks), None)
+
+
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
@@ -195,7 +228,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 def _shards(name: str, value: Any) -> list[tuple[Box, Any]]:
     """The tensor's own chunks on this rank."""
     boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
-    if len(boxes) == 1:
+    if len(boxes) == 1 and hasattr(value, "to_local"):
         return [(boxes[0], value.to_local())]
     return [
         (box, value.__get_tensor_shard__(MetadataIndex(name, box.offsets, number))) for number, box in enumerate(boxes)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
 
@@ -84,6 +85,7 @@ class SaveFuture(Future[Metadata]):
                 self.set_result(value)
 
 
+@dataclass(eq=False)
 class AsyncSaveResponse(SaveFuture):
     """The result of a save whose state is also copied in the background.
 
@@ -91,14 +93,15 @@ class AsyncSaveResponse(SaveFuture):
     itself) when the checkpoint is complete.
     """
 
-    def __init__(self, staging_completion: Future[Any]) -> None:
-        super().__init__()
-        self.staging_completion = staging_completion
+    staging_completion: Future[Any]
+    upload_completion: Future[Any] = field(default=None, repr=False)  # type: ignore[arg-type]  # then this future
 
-    @property
-    def upload_completion(self) -> Future[Metadata]:
-        """Done when the checkpoint is complete."""
-        return self
+    def __post_init__(self) -> None:
+        super().__init__()
+        if self.upload_completion is None:
+            self.upload_completion = self
+        else:  # of another program's save
+            self.upload_completion.add_done_callback(lambda done: self.settle(done.result))
 
 
 class Background:

@@ -231,9 +231,11 @@ class SaveSession:
                 plans, made = cache.global_plan(received, self.planner.create_global_plan)
             metadata = replace(made)  # a copy, because the storage changes it, and the plan may be cached
             settled = self.writer.prepare_global_plan(list(plans))
-            return [messages.encode((part, "" if cache is None else cache.token)) for part in settled]
+            arranged = b"" if self.side.plans_alone else self.side.arranged_of(settled)
+            return [messages.encode((part, "" if cache is None else cache.token, arranged)) for part in settled]
 
-        part, token = messages.decode(self.team.reduce_scatter(send, combine), tuple)
+        part, token, arranged = messages.decode(self.team.reduce_scatter(send, combine), tuple)
+        self.side.begin(arranged, self.team.rank)
         if cache is not None:
             cache.token = token
         return part, metadata

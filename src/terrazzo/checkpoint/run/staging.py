@@ -398,7 +398,7 @@ class HostMemory:
             self.buffer, self._slabs, self._views, self._process = None, [], [], os.getpid()
             self._pinned = None
         specs = [tensor.shape for tensor in sources], [tensor.dtype for tensor in sources]
-        from_devices = not all([tensor.is_cpu or tensor.is_meta for tensor in sources])
+        from_devices = not all(tensor.is_cpu or tensor.is_meta for tensor in sources)
         pinned = from_devices and not self.shared
         if specs != self._specs or (not self._slabs if pinned else self.buffer is None):
             self._views = []

@@ -8,9 +8,9 @@ from typing import Any
 
 from terrazzo.checkpoint.listing import Listed, Listing, corner
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
+from terrazzo.checkpoint.native.contents import StoredPlaces
 from terrazzo.checkpoint.native.dtypes import listed
 from terrazzo.checkpoint.native.listing import about_save
-from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor
 from terrazzo.layout.box import Box
 
@@ -48,16 +48,16 @@ class ReaderListing(Listing):
         return Listed(str(dtype).removeprefix("torch."), tuple(about.size), nbytes, len(about.chunks))
 
     def about(self) -> dict[str, Any]:
-        manifest = self._checkpoint.metadata.storage_data
-        return about_save(manifest) if isinstance(manifest, Root) else {}
+        places = self._checkpoint.metadata.storage_data
+        return about_save(places.root) if isinstance(places, StoredPlaces) else {}
 
     def boxes_of(self, name: str) -> list[Box]:
         return self._tensor(name).chunks
 
     def files_of(self, name: str) -> list[str | None]:
-        manifest = self._checkpoint.metadata.storage_data
-        if isinstance(manifest, Root):
-            return list(manifest.files_of(name))
+        places = self._checkpoint.metadata.storage_data
+        if isinstance(places, StoredPlaces):
+            return list(places.root.files_of(name))
         return [None] * self._tensor(name).parts
 
     def first(self, name: str, count: int) -> list[Any]:

@@ -70,6 +70,13 @@ class SaveSide:
         """On the coordinator: what all ranks need to know to write, from what `about` of each returned."""
         return b""
 
+    def arranged_of(self, plans: Sequence[SavePlan]) -> bytes:
+        """The same, from the plans of all ranks."""
+        return b""
+
+    def begin(self, arranged: bytes, rank: int) -> None:
+        """What `arranged_of` returned on the coordinator, and this rank's number."""
+
 
 class RowWriter(SaveSide, StorageWriter):
     """A writer of rows (`native.rows`): a subclass has `write`.
@@ -78,6 +85,7 @@ class RowWriter(SaveSide, StorageWriter):
     """
 
     save_id = ""  # of the save that is under way
+    _begun: tuple[bytes, int] | None = None  # for plans into which a subclass's prepare_global_plan has put its own
 
     @property
     def plans_alone(self) -> bool:  # type: ignore[override]  # an attribute of other writers' sides
@@ -101,19 +109,26 @@ class RowWriter(SaveSide, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        arranged = self.arranged([self.about(rows_of(plan.items)) for plan in plans])
+        arranged = self.arranged_of(plans)
         return [self.placed(plan, arranged, rank) for rank, plan in enumerate(plans)]
+
+    def arranged_of(self, plans: Sequence[SavePlan]) -> bytes:
+        return self.arranged([self.about(rows_of(plan.items)) for plan in plans])
+
+    def begin(self, arranged: bytes, rank: int) -> None:
+        self._begun = arranged, rank
 
     def placed(self, plan: SavePlan, arranged: bytes, rank: int) -> SavePlan:
         """A rank's plan, for `write_data`."""
         return replace(plan, storage_data=(arranged, rank))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        if not isinstance(plan.storage_data, tuple):
+        where = plan.storage_data if isinstance(plan.storage_data, tuple) else self._begun
+        if where is None:
             raise CheckpointError("the plan has not passed through this writer's prepare_global_plan")
         done: Future[list[WriteResult]] = Future()
         # A `Sequence`, which may be made only when it is read.
-        done.set_result(self.write(rows_of(plan.items, planner), *plan.storage_data))  # type: ignore[arg-type]
+        done.set_result(self.write(rows_of(plan.items, planner), *where))  # type: ignore[arg-type]
         return done
 
 

@@ -13,8 +13,7 @@ from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.listing import Listed, Listing, in_order
 from terrazzo.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from terrazzo.checkpoint.native.chunks import Chunks, GridChunks
-from terrazzo.checkpoint.native.contents import table_of
-from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.native.contents import StoredPlaces, table_of
 from terrazzo.checkpoint.tools.describe import ReaderListing
 from terrazzo.view.data.numbers import or_none
 
@@ -61,7 +60,7 @@ def checkpoint_data(checkpoint: Checkpoint, title: str) -> dict[str, Any]:
         "kinds": kinds.values,
         "owners": owners.values,
         "files": files.values,
-        "by_rank": isinstance(checkpoint.metadata.storage_data, Root),  # a part of a root is what one rank has saved
+        "by_rank": isinstance(checkpoint.metadata.storage_data, StoredPlaces),  # a part is what one rank has saved
     }
 
 
@@ -108,16 +107,16 @@ def _owner(checkpoint: Checkpoint, listing: Listing, name: str, entry: Any, owne
     -1 if nothing is known."""
     if not isinstance(entry, TensorStorageMetadata):
         return -1
-    manifest = checkpoint.metadata.storage_data
-    if isinstance(manifest, Root):
-        stored = manifest.tensors[name]
+    places = checkpoint.metadata.storage_data
+    if isinstance(places, StoredPlaces):
+        stored = places.root.tensors[name]
         number = owners.find(stored.owners)
         if number is not None:
             return number
         if not files.values:
-            for rank, part in enumerate(manifest.head.parts):
+            for rank, part in enumerate(places.root.head.parts):
                 files.of(rank, part.files[0].name if part.files else part.index_file)
-        return owners.of(stored.owners, manifest.owner_tables[stored.owners].tolist())
+        return owners.of(stored.owners, places.root.owner_tables[stored.owners].tolist())
     found = [name for name in listing.files_of(name) if name is not None]
     if not found:
         return -1
