@@ -13,9 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import checkpoint_scale as scale
 from terrazzo.checkpoint import Checkpoint, FileSystemReader, FileSystemWriter, load, save
 from terrazzo.checkpoint.native import requests
+from terrazzo.checkpoint.native.finding import PartIndexes
+from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.requests import Pace
+from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
 from terrazzo.checkpoint.stores import Capabilities, MemoryStore, Request
 from terrazzo.errors import CheckpointException, CheckpointNotFoundError
@@ -192,3 +196,22 @@ def test_several_threads_read_where_the_store_says_so(verify: bool, monkeypatch:
     with pytest.raises(CheckpointException, match="the disk fails"):
         load(target, storage_reader=NativeReader(store, verify=verify), no_dist=True)
     assert threading.enumerate() == before
+
+
+def test_a_rank_opens_a_checkpoint_of_a_thousand_ranks_by_two_requests() -> None:
+    """The root, and the index of what it wants: also as the base of a save, which looks for its own chunks only."""
+    job, rank = scale.Job(1000, 50, 1), 7
+    index = scale.index_of(rank, job)
+    data = scale.with_index(scale.merge_parts(scale.parts_of(job)), rank, index)
+    store = Recording()
+    store.put(MANIFEST, data)
+    store.put(scale.part_entry(rank).index_file, index)
+    gets: list[str] = []
+    get = store.get
+    store.get = lambda key, most=1 << 40: gets.append(key) or get(key, most)  # type: ignore[method-assign]
+    checkpoint = Checkpoint(NativeReader(store))
+    assert len(checkpoint) == 50 + 1000 * scale.OWN and checkpoint[scale.name_of(3)].shape[0] == 1000 * scale.ROWS
+    assert gets == [MANIFEST] and store.requests == []
+    own = Box((scale.ROWS * rank, 0), (scale.ROWS, job.width(0)))
+    found = PartIndexes(Root(data, store.location), store).by_box((scale.name_of(n), own) for n in range(50))
+    assert len(found) == 50 and len(store.requests) == 1 and gets == [MANIFEST]
