@@ -313,7 +313,6 @@ LARGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "manager": ("global_step7/manifest.terrazzo", lambda path: CheckpointManager(path).latest_step()),
     "save as DCP": (".metadata", lambda path: save({"w": torch.ones(2)}, storage_writer=DCPWriter(path), no_dist=True)),
     "save as Hugging Face": ("model.safetensors.index.json", hugging_face),
-    "mark of Hugging Face": (".model.safetensors.saving", hugging_face),
     "run": ("run.id", lambda path: CheckpointManager(path, local=path / "local")),
     "publish": ("published.json", lambda path: Publisher(path, {"w": torch.ones(2)})),
     "receive": ("published.json", lambda path: Receiver(path, {"w": torch.ones(2)}).poll()),

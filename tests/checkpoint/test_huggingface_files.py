@@ -21,13 +21,13 @@ from ranks import device_type, run_fresh, run_ranks
 from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, load, save
 from terrazzo.checkpoint.formats import HuggingFaceReader, HuggingFaceWriter, detect
 from terrazzo.checkpoint.formats.convert import convert
-from terrazzo.checkpoint.formats.huggingface import claim
 from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, lay_out
 from terrazzo.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
     QuantizedHuggingFaceStorageReader,
 )
+from terrazzo.checkpoint.native import commit
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Store
 from terrazzo.checkpoint.stores.fsspec_store import FsspecStore
 from terrazzo.cli import app
@@ -290,7 +290,7 @@ def test_a_long_save_is_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.M
             return super().put(key, data, **condition)
 
     store = Counting(f"local://{tmp_path}")
-    monkeypatch.setattr(claim, "REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(commit, "RENEW_SECONDS", 0.0)
     save(state(1), storage_writer=HuggingFaceWriter(store, make_layout=small_files))
     assert store.signs > 3
 
@@ -302,7 +302,7 @@ def test_a_long_save_is_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.M
             super().finish(metadata, results)
 
     before = os.listdir(tmp_path)
-    for lost in (".saving", "-00002-of"):
+    for lost in ("save-", "-00002-of"):
         with pytest.raises(ConflictError, match="another save has taken this one for dead"):
             writer = Late(store, make_layout=small_files)
             writer.lost = lost
@@ -310,6 +310,11 @@ def test_a_long_save_is_not_taken_for_dead(tmp_path: Path, monkeypatch: pytest.M
         assert equal(found_in(tmp_path), state(1))
     save(state(3), storage_writer=HuggingFaceWriter(store, make_layout=small_files))
     assert equal(found_in(tmp_path), state(3)) and len(os.listdir(tmp_path)) == len(load_index(tmp_path)) + 1
+    held = commit.Commit(store, "root")
+    held.hold("0123456789ab")
+    store.delete([commit.lease_name("0123456789ab")])
+    held.renew()
+    assert not held.is_held(), "a lease that another save has removed is not written again"
 
 
 def check_group(folder: str) -> None:

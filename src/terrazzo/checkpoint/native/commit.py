@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from terrazzo.checkpoint.native.format import MANIFEST, lease_name, save_of
@@ -42,6 +44,7 @@ from terrazzo.errors import (
 )
 
 LOGGER = logging.getLogger("terrazzo.checkpoint")
+RENEW_SECONDS = 60.0  # far less than what makes a lease an ended one
 
 
 def read_manifest(store: Store) -> Root:
@@ -71,8 +74,11 @@ class Commit:
         self._store = store
         self._root = root
         self.replacing: Absent | Version = ABSENT  # the root's version when the save began, or as it was put last
+        self.lost = False  # whether another save has taken this one for dead
         self._is_put: bool | None = False  # None: a put has raised, and may have taken effect
         self._lease: Lease | None = None
+        self._save_id = ""
+        self._renewed = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_lease": None}
@@ -93,7 +99,25 @@ class Commit:
     def hold(self, save_id: str) -> None:
         """Take the lease of a save: while it is held, no other save removes the files of this one."""
         self.release()
+        self._save_id, self._renewed, self.lost = save_id, time.monotonic(), False
         self._lease = self._store.lease(lease_name(save_id))
+
+    def renew(self) -> None:
+        """The save goes on: called often, it gives the lease a new date now and then.
+
+        Only a save whose files do not bear its id needs that: a lease is as young as the newest of these.
+        """
+        now = time.monotonic()
+        if self._lease is not None and now - self._renewed >= RENEW_SECONDS:
+            self._renewed = now
+            with suppress(OSError):  # `is_held` is asked before the commit
+                if self.is_held():
+                    self._store.renew_lease(lease_name(self._save_id))
+
+    def is_held(self) -> bool:
+        """Whether the lease is there: no other save has taken this one for dead."""
+        self.lost = self.lost or not self._store.exists(lease_name(self._save_id))
+        return not self.lost
 
     def release(self) -> None:
         """Release the lease, after the save succeeded or failed; does nothing if none is held."""

@@ -1,27 +1,25 @@
 """What a save finds where it goes, and what it holds there until it ends; on the coordinator.
 
-A lease shows that the save is alive. The mark is for one save at a time: who holds it may use the usual names of
-shards.
+The index is committed as the root of every format. What is of this format alone: one file is a checkpoint without an
+index, and hides that of an index beside it; and a save that is the only one there, where no shards are, may call its
+shards as everybody does.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Final
 
 from terrazzo.checkpoint.formats.huggingface import files
 from terrazzo.checkpoint.native.commit import Commit, by_save, ended, remove_ended, temporary_of
 from terrazzo.checkpoint.native.format import SEAL, lease_name, save_of
 from terrazzo.checkpoint.run.events import LOGGER
-from terrazzo.checkpoint.stores import ABSENT, SMALL, Absent, Entry, LocalStore, Store, Version
+from terrazzo.checkpoint.stores import SMALL, Absent, Entry, LocalStore, Store, Version
 from terrazzo.errors import CheckpointCorruptError, CheckpointExistsError, ConflictError
 
-_SAVE_ID: Final = "[0-9a-f]{12}"
-REFRESH_SECONDS: Final = 60.0  # far less than what makes a lease an ended one
-_PART: Final = re.compile(rf"\.hf-(?P<save>{_SAVE_ID})-[0-9]{{5}}\.tmp")
+_PART: Final = re.compile(r"\.hf-(?P<save>[0-9a-f]{12})-[0-9]{5}\.tmp")
 
 
 def part_name(save_id: str, number: int) -> str:
@@ -67,7 +65,6 @@ class Claim:
         self._stem = stem
         self._id = save_id
         self._index, self._single_name = files.index_name(stem), files.single_name(stem)
-        self._mark = f".{self._single_name}.saving"
         # First of all, because a save that commits from now on conflicts with this one.
         self.index = Commit(store, self._index)
         self.index.begin(overwrite=overwrite, most=SMALL)
@@ -75,51 +72,27 @@ class Claim:
         if not overwrite and self._single is not None:
             raise CheckpointExistsError(f"{store.location} holds a checkpoint; save elsewhere, or with overwrite=True")
         self._replaced = self._shards_named()
-        self._remove_leftovers((self._index, self._mark, *beside))
+        entries = store.list()
+        temporary = temporary_of(entries, (self._index, *beside))  # a put that is alive locks its file
+        remove_ended(store, by_save(entries, _save_of), others=ended(store, temporary))
         self.index.hold(save_id)
-        self._shown = time.monotonic()
-        self._marked = False
-        self.lost = False  # whether another save has taken this one for dead
         try:
-            with suppress(ConflictError):
-                store.put(self._mark, save_id.encode(), only_if=ABSENT)
-                self._marked = True
-            self.usual_names = self._marked and not self._shards()
+            # After the lease, so that of two saves which begin together at least one sees the other's.
+            self.usual_names = not self._others_save() and not self._shards()
         except BaseException:
-            self.release()
+            self.index.release()
             raise
 
-    def release(self) -> None:
-        """The save has ended, one way or the other."""
-        if self._marked:
-            self._marked = False
-            with suppress(OSError):  # a later save removes it
-                self._store.delete([self._mark])
-        self.index.release()
-
-    def show_life(self) -> None:
-        """The save goes on: called often, it makes the lease younger now and then."""
-        now = time.monotonic()
-        if now - self._shown < REFRESH_SECONDS:
-            return
-        self._shown = now
-        with suppress(OSError):  # `check_alive` raises before the commit if another save has removed the lease
-            self._store.renew_lease(lease_name(self._id))
-
     def check_alive(self, written: Sequence[str]) -> None:
-        """Raise if another save has taken this one for dead, and what it held or these files of its own away."""
-        try:
-            held = not self._marked or bytes(self._store.get(self._mark, SMALL)[0]) == self._id.encode()
-        except FileNotFoundError:
-            held = False
+        """Raise if another save has taken this one for dead, and its lease or these files of its own away."""
         gone = sorted(set(written).difference(entry.key for entry in self._store.list(self._stem)))
-        if held and not gone:
+        if self.index.is_held() and not gone:
             return
-        self.lost = True
-        self._marked = self._marked and held
+        self.index.lost = True
         raise ConflictError(
             f"{self._store.location}: another save has taken this one for dead and removed "
-            f"{', '.join(gone) or self._mark}; its files do not count. Have one job save to one place, or save again"
+            f"{', '.join(gone) or lease_name(self._id)}; its files do not count. Have one job save to one place, or "
+            f"save again"
         )
 
     @contextmanager
@@ -190,18 +163,6 @@ class Claim:
         """Whether another save to this place is under way: its shards are not named yet."""
         leases = [entry for entry in self._store.list("save-") if _save_of(entry.key) not in (None, self._id)]
         return len(ended(self._store, leases)) < len(leases)
-
-    def _remove_leftovers(self, keys: Sequence[str]) -> None:
-        """What saves left that were killed."""
-        entries = self._store.list()
-        stale = ended(self._store, temporary_of(entries, keys))  # a put that is alive locks its file
-        for mark in (entry for entry in entries if entry.key == self._mark):
-            with suppress(FileNotFoundError):
-                holder = bytes(self._store.get(self._mark, SMALL)[0]).decode(errors="replace")
-                known = re.fullmatch(_SAVE_ID, holder) is not None
-                if not known or self._store.lease_ended(lease_name(holder), mark.modified):
-                    stale.append(self._mark)
-        remove_ended(self._store, by_save(entries, _save_of), others=stale)
 
     def _stat(self, name: str) -> Entry | None:
         try:

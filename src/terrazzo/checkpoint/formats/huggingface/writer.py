@@ -8,8 +8,8 @@ What each step is there for:
   and on condition that no other save has put one since: so a reader finds the old checkpoint or the new one;
 - `model.safetensors` is found before any index. So a checkpoint of one file is there when the file takes that name,
   and one of several files replaces one of one file when that is deleted, after the index is there;
-- the usual names of shards are used by the save that holds the mark, if no file has such a name; others have names with
-  the save's id, so no save ever writes to a file of another checkpoint;
+- the usual names of shards are used if no file has such a name and no other save is under way; else names with the
+  save's id, so no save ever writes to a file of another checkpoint;
 - what the new checkpoint does not name goes afterwards, and what a killed save left, when its lease has ended.
 """
 
@@ -197,7 +197,7 @@ class HuggingFaceWriter(RowWriter):
         return metadata
 
     def may_abandon(self) -> bool:
-        if self._committed or (self._claim is not None and self._claim.lost):
+        if self._committed or (self._claim is not None and self._claim.index.lost):
             return False  # of a save that is lost, names may be another's by now
         return self._claim is None or self._claim.index.is_absent()
 
@@ -356,11 +356,11 @@ class HuggingFaceWriter(RowWriter):
 
     def _show_life(self) -> None:
         if self._claim is not None:
-            self._claim.show_life()
+            self._claim.index.renew()
 
     def _release(self) -> None:
         if self._claim is not None:
-            self._claim.release()
+            self._claim.index.release()
 
     def _describe(self, metadata: Metadata) -> None:
         """Make `metadata` say what has been stored."""
