@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from terrazzo.checkpoint.formats.broadcasting import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from terrazzo.checkpoint.formats.convert import convert
-from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
+from terrazzo.checkpoint.formats.torch_save import TorchSaveReader
 from terrazzo.errors import TerrazzoError
 
 __all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torch_save", "torch_save_to_dcp"]

@@ -20,7 +20,7 @@ from terrazzo.checkpoint import PerRank
 from terrazzo.checkpoint.formats.deepspeed.folder import NewFolder
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed
 from terrazzo.checkpoint.formats.deepspeed.writing import (
-    Layout,
+    RunLayout,
     loss_scaler,
     model_states,
     optim_states,
@@ -84,7 +84,7 @@ def save_in_deepspeed_layout(
     plane.run_together(commit, f"committing {folder / tag}")
 
 
-def _layout(engine: Trained, state: Mapping[str, Any]) -> Layout:
+def _layout(engine: Trained, state: Mapping[str, Any]) -> RunLayout:
     shapes = [dict(pairs) for pairs in state["param_shapes"]]
     frozen = None if state["frozen_param_shapes"] is None else dict(state["frozen_param_shapes"])
     kept = state["optimizer"]["state"]
@@ -93,7 +93,7 @@ def _layout(engine: Trained, state: Mapping[str, Any]) -> Layout:
         for named, options in zip(shapes, state["optimizer"]["param_groups"], strict=True)
         if named
     ]
-    return Layout(
+    return RunLayout(
         stage=engine.stage,
         ranks=engine.dp_world_size,
         dtype=engine.dtype,

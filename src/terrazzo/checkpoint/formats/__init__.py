@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from terrazzo._late import late
 
 if TYPE_CHECKING:
-    from terrazzo.checkpoint.formats.box_reader import BoxReader
-    from terrazzo.checkpoint.formats.dcp_reader import DCPReader
+    from terrazzo.checkpoint.formats.dcp import DCPReader
     from terrazzo.checkpoint.formats.dcp_writer import DCPWriter
     from terrazzo.checkpoint.formats.deepspeed import DeepSpeedReader
     from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
     from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader, HuggingFaceWriter
     from terrazzo.checkpoint.formats.registry import detect, register
     from terrazzo.checkpoint.formats.source import Source
-    from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
+    from terrazzo.checkpoint.formats.table import BoxReader
+    from terrazzo.checkpoint.formats.torch_save import TorchSaveReader
 
 __all__ = [
     "BoxReader",
@@ -37,14 +37,14 @@ __all__ = [
 __getattr__, __dir__ = late(
     __name__,
     {
-        "dcp_reader": ["DCPReader"],
+        "dcp": ["DCPReader"],
         "dcp_writer": ["DCPWriter"],
         "deepspeed": ["DeepSpeedReader"],
         "format": ["Checked", "Format", "Found", "Writing"],
         "huggingface": ["HuggingFaceReader", "HuggingFaceWriter"],
-        "box_reader": ["BoxReader"],
         "registry": ["detect", "register"],
         "source": ["Source"],
-        "torch_save_reader": ["TorchSaveReader"],
+        "table": ["BoxReader"],
+        "torch_save": ["TorchSaveReader"],
     },
 )

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from terrazzo.checkpoint.formats.torch_save_reader import TorchSaveReader
+from terrazzo.checkpoint.formats.torch_save import TorchSaveReader
 from terrazzo.checkpoint.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,

@@ -17,7 +17,7 @@ import torch
 
 from terrazzo._torch.replaced import originals
 from terrazzo.checkpoint.formats import unpickle
-from terrazzo.checkpoint.formats.stand_ins import Call, Record, record
+from terrazzo.checkpoint.formats.stand_ins import Call, Pickled, pickled
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -49,7 +49,7 @@ class Location:
 # ------------------------------------------------------------------ reading
 
 
-def _properties(self: Record) -> TensorProperties:
+def _properties(self: Pickled) -> TensorProperties:
     if isinstance(self.state, tuple) and len(self.state) >= 3:
         dtype, layout, requires_grad = self.state[:3]
     else:
@@ -59,18 +59,18 @@ def _properties(self: Record) -> TensorProperties:
     return TensorProperties(dtype, layout, bool(requires_grad))
 
 
-def _tensor(self: Record) -> TensorStorageMetadata:
+def _tensor(self: Pickled) -> TensorStorageMetadata:
     chunks = [_typed(chunk, ChunkStorageMetadata) for chunk in _listed(self.fields["chunks"])]
     properties = _typed(self.fields["properties"], TensorProperties)
     return TensorStorageMetadata(properties, _size(self.fields["size"]), chunks)
 
 
-def _index(self: Record) -> MetadataIndex:
+def _index(self: Pickled) -> MetadataIndex:
     offset = self.fields.get("offset")
     return MetadataIndex(str(self.fields["fqn"]), None if offset is None else _size(offset), self.fields.get("index"))
 
 
-def _location(self: Record) -> Location:
+def _location(self: Pickled) -> Location:
     file, offset, length = (self.fields[name] for name in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or not is_plain_name(file):
         raise CheckpointCorruptError(f"the metadata name the file {file!r}, which is outside of its folder")
@@ -80,12 +80,12 @@ def _location(self: Record) -> Location:
     return Location(file, offset, length, tuple(map(str, _listed(transforms))))
 
 
-def _storage_meta(self: Record) -> StorageMeta:
+def _storage_meta(self: Pickled) -> StorageMeta:
     modules = list(_listed(self.fields.get("modules") or ()))
     return StorageMeta(self.fields.get("checkpoint_id"), self.fields.get("save_id"), None, modules)
 
 
-def _metadata(self: Record) -> Metadata:
+def _metadata(self: Pickled) -> Metadata:
     rest = {name: self.fields.get(name) for name in ("storage_data", "storage_meta", "version")}
     entries = _entries(self.fields["state_dict_metadata"])
     return Metadata(entries, planner_data=_paths(self.fields.get("planner_data")), **rest)
@@ -148,20 +148,20 @@ def _typed(value: Any, kind: type) -> Any:
 
 
 _MODULES: Final = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.checkpoint.metadata")
-_PROPERTIES: Final = record("TensorProperties", _properties)
-_LOCATION: Final = record("_StorageInfo", _location)
+_PROPERTIES: Final = pickled("TensorProperties", _properties)
+_LOCATION: Final = pickled("_StorageInfo", _location)
 _NUMBER: Final = Call(lambda number: number)  # memory formats are not used
 _CLASSES: Final = {
-    "Metadata": record("Metadata", _metadata),
-    "TensorStorageMetadata": record("TensorStorageMetadata", _tensor),
+    "Metadata": pickled("Metadata", _metadata),
+    "TensorStorageMetadata": pickled("TensorStorageMetadata", _tensor),
     "TensorProperties": _PROPERTIES,
-    "ChunkStorageMetadata": record(
+    "ChunkStorageMetadata": pickled(
         "ChunkStorageMetadata",
         lambda self: ChunkStorageMetadata(_size(self.fields["offsets"]), _size(self.fields["sizes"])),
     ),
-    "BytesStorageMetadata": record("BytesStorageMetadata", lambda self: BytesStorageMetadata()),
-    "MetadataIndex": record("MetadataIndex", _index),
-    "StorageMeta": record("StorageMeta", _storage_meta),
+    "BytesStorageMetadata": pickled("BytesStorageMetadata", lambda self: BytesStorageMetadata()),
+    "MetadataIndex": pickled("MetadataIndex", _index),
+    "StorageMeta": pickled("StorageMeta", _storage_meta),
     "_MEM_FORMAT_ENCODING": _NUMBER,
 }
 _NAMES: Final[unpickle.Names] = MappingProxyType(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from terrazzo.checkpoint.formats.checking import check_file
 from terrazzo.checkpoint.formats.copying import make_ready, new_file
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
-from terrazzo.checkpoint.formats.huggingface.converting import WeightsSource
+from terrazzo.checkpoint.formats.huggingface.format import WeightsSource
 from terrazzo.checkpoint.formats.huggingface.layout import lay_out
 from terrazzo.checkpoint.formats.huggingface.reader import HuggingFaceReader
 from terrazzo.checkpoint.formats.safetensors_header import is_start_of_safetensors

@@ -48,7 +48,7 @@ class Header:
     metadata: dict[str, str]
 
 
-class _Entry(msgspec.Struct):
+class _Described(msgspec.Struct):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -67,14 +67,14 @@ def read_header(window: Window) -> Header:
     try:
         entries = msgspec.json.decode(window.read(8, length), type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(entries.pop("__metadata__", b"null"), type=dict[str, str] | None) or {}
-        described = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in entries.items()}
+        described = {name: msgspec.json.decode(entry, type=_Described) for name, entry in entries.items()}
         tensors = {name: _tensor(name, entry, 8 + length, window) for name, entry in described.items()}
     except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"{window.where}: a damaged safetensors header ({error})") from error
     return Header(window, tensors, metadata)
 
 
-def _tensor(name: str, entry: _Entry, data: int, window: Window) -> StoredChunk:
+def _tensor(name: str, entry: _Described, data: int, window: Window) -> StoredChunk:
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
         raise CheckpointFormatError(f"a tensor of the unknown type {entry.dtype}")

@@ -6,17 +6,17 @@ A format says which rows a tensor has (`TableReader.rows_of`). They are read by 
 from __future__ import annotations
 
 import abc
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
 
 from terrazzo._threads import results_of
-from terrazzo.checkpoint.formats.box_reader import BoxReader
 from terrazzo.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -25,15 +25,67 @@ from terrazzo.checkpoint.metadata import (
 )
 from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.dtypes import dtype_name
+from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.requests import Requests
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.rows import Target
 from terrazzo.checkpoint.native.spans import StoredChunk, WantedBox, strides_of
 from terrazzo.checkpoint.stores import Entry, Place, Store
-from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError, ConflictError
+from terrazzo.checkpoint.torch_api.readers import TargetReader
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, ConflictError
 from terrazzo.layout.box import Box
 
 _FEW: Final = 8  # files whose dates are asked for one by one
+
+
+class BoxReader(TargetReader):
+    """A reader that reads one box of a tensor after the other, on each rank what that rank needs.
+
+    Subclasses say what there is (`read_metadata`), and read boxes of tensors (`read_box`) and other values (`value`).
+
+    Args:
+        path: Where the checkpoint is; `load(checkpoint_id=...)` names another place.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | Place | Store) -> None:
+        self.place = path if isinstance(path, Place) else Place(path)
+
+    @abc.abstractmethod
+    def read_box(self, name: str, box: Box, target: torch.Tensor) -> int:
+        """Fill `target` with a box of a tensor; returns the bytes that were read.
+
+        `target` has the box's shape; its device and dtype may be others than the stored tensor's. The box lies in one
+        of the chunks that the metadata list.
+        """
+
+    def value(self, name: str) -> Any:
+        """A value that is not a tensor."""
+        raise CheckpointFormatError(f"{self.place} has no {name!r} that is not a tensor")
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the checkpoint is read from."""
+        return self.place.path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        if checkpoint_id is not None:
+            self.place = Place(checkpoint_id)
+
+    def fill(self, targets: Sequence[Target]) -> None:
+        for target in targets:
+            for part in target.parts:
+                box = Box(part.in_chunk, part.lengths).shifted(part.chunk.offsets)
+                self.bytes_read += self.read_box(target.source, box, target.part(part))
+
+    def values(self, names: Sequence[str], allow_pickle: bool) -> Iterator[io.BytesIO]:
+        for name in names:
+            value = self.value(name)
+            yield value if isinstance(value, io.BytesIO) else ObjectBytes(value)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return Place(checkpoint_id).exists()
 
 
 class StoredBox(msgspec.Struct, frozen=True, eq=False):

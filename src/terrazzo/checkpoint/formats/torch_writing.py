@@ -72,7 +72,7 @@ def write_archive(file: Upload, start: int, value: Any, folder: str = "archive")
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(value)
-    sink = _Sink(file, start)
+    sink = _UploadFile(file, start)
     buffered = io.BufferedWriter(sink, _TOGETHER)
     try:
         with zipfile.ZipFile(buffered, "w") as archive:
@@ -106,7 +106,7 @@ def _add(archive: zipfile.ZipFile, name: str, pieces: Iterable[bytes | memoryvie
         raise ValueError(f"the record {name!r} should have {size} bytes, but got {written}")
 
 
-class _Sink(io.RawIOBase):
+class _UploadFile(io.RawIOBase):
     """An upload as a file that is written from one end to the other."""
 
     def __init__(self, file: Upload, start: int) -> None:

@@ -7,7 +7,7 @@ before anything is called.
 
 Python's C unpickler does the parsing. Beside calling what `find_class` returned, it can set the state of an object
 (the BUILD opcode), also of classes and functions. Therefore every stand-in is an immutable `Call`, an immutable
-built-in type, or a `Record`, whose `__setstate__` has an effect on instances only.
+built-in type, or a `Pickled`, whose `__setstate__` has an effect on instances only.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from typing import IO, Any, Final
 
 import torch
 
-from terrazzo.checkpoint.formats import numpy_pickles
 from terrazzo.checkpoint.formats.pickle_check import checked_pickle
-from terrazzo.checkpoint.formats.stand_ins import Call, Record, record
+from terrazzo.checkpoint.formats.stand_ins import NUMPY_NAMES, Call, Pickled, pickled
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsafePickleError
 
 Names = Mapping[tuple[str, str], Any]
 
 
-def _path(self: Record) -> str:
+def _path(self: Pickled) -> str:
     """A path of any operating system, as a plain string."""
     parts = [str(part) for part in self.args]
     return "/".join(parts).replace("//", "/", 1) if parts else "."
@@ -124,7 +123,7 @@ def _dtypes() -> dict[tuple[str, str], Any]:
 
 _PATHS: Final = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
 
-_PATH: Final = record("pathlib.Path", _path)
+_PATH: Final = pickled("pathlib.Path", _path)
 
 # Everything that a pickle of plain data may name.
 PLAIN: Final[Names] = MappingProxyType(
@@ -132,17 +131,17 @@ PLAIN: Final[Names] = MappingProxyType(
         **_names_of_builtins(),
         **_dtypes(),
         **{(module, name): _PATH for module in ("pathlib", "pathlib._local") for name in _PATHS},
-        **numpy_pickles.NAMES,
+        **NUMPY_NAMES,
         ("_codecs", "encode"): Call(_bytes_from_text),
         ("collections", "OrderedDict"): collections.OrderedDict,
         ("collections", "defaultdict"): Call(_defaultdict),
         ("collections", "Counter"): _from_items(collections.Counter),
         ("collections", "deque"): _from_items(collections.deque),
         # Many training scripts store their arguments.
-        ("argparse", "Namespace"): record("argparse.Namespace", lambda self: argparse.Namespace(**self.fields)),
+        ("argparse", "Namespace"): pickled("argparse.Namespace", lambda self: argparse.Namespace(**self.fields)),
         ("torch", "Size"): _from_items(torch.Size),
         ("torch", "device"): Call(torch.device),
-        ("torch.torch_version", "TorchVersion"): record("torch.TorchVersion", lambda self: _text(*self.args)),
+        ("torch.torch_version", "TorchVersion"): pickled("torch.TorchVersion", lambda self: _text(*self.args)),
         ("torch.serialization", "_get_layout"): Call(lambda name: _layout(name)),
     }
 )
@@ -161,7 +160,7 @@ class _Unpickler(pickle.Unpickler):
         self._names = names
         self._where = where
         self._persistent = persistent
-        self.made_records = False
+        self.made_instances = False
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._names.get((module, name))
@@ -170,7 +169,7 @@ class _Unpickler(pickle.Unpickler):
                 f"{self._where}: the pickle refers to {module}.{name}, which is not known to be plain data, so it was "
                 "not run. If you trust the author, load it with torch.load(weights_only=False) and save it again"
             )
-        self.made_records = self.made_records or (isinstance(found, type) and issubclass(found, Record))
+        self.made_instances = self.made_instances or (isinstance(found, type) and issubclass(found, Pickled))
         return found
 
     def persistent_load(self, pid: Any) -> Any:
@@ -193,7 +192,7 @@ def load(file: IO[bytes], where: str, *, names: Names = PLAIN, persistent: Calla
     try:
         unpickler = _Unpickler(io.BytesIO(checked_pickle(file, where)), names, where, persistent)
         value = unpickler.load()
-        return finished(value) if unpickler.made_records else value
+        return finished(value) if unpickler.made_instances else value
     except CheckpointError:
         raise
     except MemoryError as error:
@@ -253,7 +252,7 @@ _DEEPEST: Final = 200  # as `terrazzo.checkpoint.native.objects`
 
 
 def finished(value: Any) -> Any:
-    """`value` with every record in it turned into what it stands for, containers changed in place."""
+    """`value` with every `Pickled` in it turned into what it stands for, containers changed in place."""
     return _finish(value, {})
 
 
@@ -263,7 +262,7 @@ def _finish(value: Any, seen: dict[int, Any]) -> Any:
         return value
     if id(value) in seen:
         return seen[id(value)][1]
-    if isinstance(value, Record):
+    if isinstance(value, Pickled):
         seen[id(value)] = (value, value)
         value.args = _finish(value.args, seen)
         value.state = _finish(value.state, seen)
@@ -272,7 +271,7 @@ def _finish(value: Any, seen: dict[int, Any]) -> Any:
         return result
     if isinstance(value, dict):
         seen[id(value)] = (value, value)
-        stale = [key for key in value if isinstance(key, (Record, tuple))]
+        stale = [key for key in value if isinstance(key, (Pickled, tuple))]
         for key, item in value.items():
             value[key] = _finish(item, seen)
         if stale:

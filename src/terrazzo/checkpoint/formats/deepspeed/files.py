@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
+from terrazzo.checkpoint.formats import unpickle
 from terrazzo.checkpoint.formats.deepspeed.folder import UNFINISHED
-from terrazzo.checkpoint.formats.deepspeed.names import NAMES
+from terrazzo.checkpoint.formats.stand_ins import Call, pickled
 from terrazzo.checkpoint.formats.table import file_at
-from terrazzo.checkpoint.formats.torch_archive import Archive, open_archive
+from terrazzo.checkpoint.formats.torch_archive import TORCH_NAMES, Archive, open_archive
 from terrazzo.checkpoint.formats.zip_reading import Window
 from terrazzo.checkpoint.stores import Place
-from terrazzo.errors import CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, UnsafePickleError
 
 Found = TypeVar("Found")
 Kind = TypeVar("Kind")
@@ -22,6 +24,43 @@ _MODEL: Final = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_m
 _OPTIM: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _LAYER: Final = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<mp>\d+))?-model_states\.pt")
 _EXPERT: Final = re.compile(r".*expert_\d+_mp_rank_.*|expp_rank_.*")
+
+
+class _TensorClass:
+    """A stand-in for the class `torch.Tensor`."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        raise UnsafePickleError("a pickle tries to change a class")
+
+
+def _with_attributes(rebuild: Any, kind: Any, args: Any, attributes: Any) -> Any:
+    """A tensor without the attributes that DeepSpeed has set on it."""
+    if not isinstance(rebuild, Call) or not isinstance(kind, _TensorClass) or type(args) is not tuple:
+        raise UnsafePickleError("a pickle makes a tensor of an unknown class")
+    return rebuild(*args)
+
+
+def _stage(value: Any) -> int:
+    if value not in (0, 1, 2, 3):
+        raise CheckpointCorruptError(f"a pickle names the ZeRO stage {value!r}")
+    return int(value)
+
+
+_FIELDS: Final = pickled("deepspeed", lambda self: dict(self.fields))  # an object, as a dict of its attributes
+NAMES: Final[unpickle.Names] = MappingProxyType(
+    {
+        **TORCH_NAMES,
+        ("torch", "Tensor"): _TensorClass(),
+        ("torch._tensor", "_rebuild_from_type_v2"): Call(_with_attributes),
+        ("deepspeed.runtime.zero.config", "ZeroStageEnum"): Call(_stage),
+        ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): _FIELDS,
+        ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): _FIELDS,
+        ("deepspeed.utils.tensor_fragment", "fragment_address"): _FIELDS,
+        ("deepspeed.checkpoint.utils", "SubparamShape"): _FIELDS,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from terrazzo.checkpoint.formats.deepspeed.folder import NewFolder
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed
 from terrazzo.checkpoint.formats.deepspeed.writing import (
-    Layout,
+    RunLayout,
     loss_scaler,
     model_states,
     optim_states,
@@ -100,7 +100,7 @@ def _values(source: Source) -> dict[str, Any]:
     return nested
 
 
-def _layout(source: Source, values: Mapping[str, Any], stage: int | None, ranks: int) -> Layout:
+def _layout(source: Source, values: Mapping[str, Any], stage: int | None, ranks: int) -> RunLayout:
     config = values["ds_config"]
     zero = config.get("zero_optimization") or {}
     stage = max(int(zero.get("stage", 0)), 1) if stage is None else stage
@@ -122,7 +122,7 @@ def _layout(source: Source, values: Mapping[str, Any], stage: int | None, ranks:
     }
     left_out = not frozen and values.get("frozen_param_shapes") is None
     shared = values["shared_params"] or {}
-    return Layout(
+    return RunLayout(
         stage=stage,
         ranks=ranks,
         dtype=_dtype(config),

@@ -75,7 +75,7 @@ def param_group(shapes: Shapes, options: Mapping[str, Any], states: Mapping[str,
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RunLayout:
     """How a run is divided into files.
 
     Attributes:
@@ -141,7 +141,7 @@ def write_file(store: Store, name: str, value: Mapping[str, Any]) -> None:
 
 
 def optim_states(
-    layout: Layout, tensors: Tensors, rank: int, scaler: Instance, clip: float, config: Mapping[str, Any]
+    layout: RunLayout, tensors: Tensors, rank: int, scaler: Instance, clip: float, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The contents of a rank's file of optimizer states."""
     flat = layout.flat_groups()
@@ -171,7 +171,11 @@ def _options(group: Group) -> dict[str, Any]:
 
 
 def _cut_in_one_line(
-    layout: Layout, flat: Sequence[tuple[int, Shapes]], tensors: Tensors, rank: int, param_groups: list[dict[str, Any]]
+    layout: RunLayout,
+    flat: Sequence[tuple[int, Shapes]],
+    tensors: Tensors,
+    rank: int,
+    param_groups: list[dict[str, Any]],
 ) -> dict[str, Any]:
     states, weights, paddings, fragments = {}, [], [], []
     for index, (number, shapes) in enumerate(flat):
@@ -208,7 +212,11 @@ def _fragments(placed: Sequence[Placed], rank: int) -> list[tuple[str, Instance]
 
 
 def _cut_one_by_one(
-    layout: Layout, flat: Sequence[tuple[int, Shapes]], tensors: Tensors, rank: int, param_groups: list[dict[str, Any]]
+    layout: RunLayout,
+    flat: Sequence[tuple[int, Shapes]],
+    tensors: Tensors,
+    rank: int,
+    param_groups: list[dict[str, Any]],
 ) -> dict[str, Any]:
     states, weights = {}, []
     for index, (number, shapes) in enumerate(flat):
@@ -254,7 +262,7 @@ def loss_scaler(state: Mapping[str, Any], fp16: Mapping[str, Any]) -> Instance:
 # ------------------------------------------------------------------ the model
 
 
-def model_states(layout: Layout, tensors: Tensors, rank: int, rest: Mapping[str, Any]) -> dict[str, Any]:
+def model_states(layout: RunLayout, tensors: Tensors, rank: int, rest: Mapping[str, Any]) -> dict[str, Any]:
     """The contents of a rank's file of model states.
 
     Args:
@@ -288,7 +296,9 @@ def model_states(layout: Layout, tensors: Tensors, rank: int, rest: Mapping[str,
     }
 
 
-def _frozen_fragments(layout: Layout, tensors: Tensors, rank: int, module: Mapping[str, Any]) -> OrderedDict[str, Any]:
+def _frozen_fragments(
+    layout: RunLayout, tensors: Tensors, rank: int, module: Mapping[str, Any]
+) -> OrderedDict[str, Any]:
     """The parameters that are not trained: whole, or in stage 3 a rank's slice of each."""
     fragments: OrderedDict[str, Any] = OrderedDict()
     for name, shape in (layout.frozen or {}).items():

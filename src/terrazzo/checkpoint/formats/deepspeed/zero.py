@@ -65,7 +65,7 @@ class _Stage:
         optims = [OpenFile(folder, name) for name in files.optim]
         return _Stage(models, _Partitions.of(models[0], optims) if optims else None)
 
-    def groups(self) -> Sequence[_Group]:
+    def groups(self) -> Sequence[_FlatGroup]:
         """The groups of the partitions, if there are any."""
         return () if self.partitions is None else self.partitions.groups
 
@@ -97,7 +97,7 @@ def _check_ranks(folder: Place, files: Files, model: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _FlatGroup:
     """Parameters that share flat tensors: their layout, their float32 weights, and their optimizer state."""
 
     placed: tuple[Placed, ...]
@@ -110,7 +110,7 @@ class _Group:
 class _Partitions:
     """The optimizer states of a model rank, in the files of its data-parallel ranks."""
 
-    groups: tuple[_Group, ...]
+    groups: tuple[_FlatGroup, ...]
     param_groups: Sequence[Mapping[str, Any]]
     names: list[list[str]]  # by param group
     scaler: Any
@@ -128,7 +128,9 @@ class _Partitions:
         return _Partitions(tuple(groups), param_groups, names, states[0].get("loss_scaler"))
 
 
-def _check_same_save(groups: Sequence[_Group], optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]) -> None:
+def _check_same_save(
+    groups: Sequence[_FlatGroup], optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]
+) -> None:
     """Raise if a rank's file is of another save, because values that are equal on all ranks differ in it."""
     first, *others = (
         _in_common(file, rank, state, groups) for rank, (file, state) in enumerate(zip(optims, states, strict=True))
@@ -142,7 +144,7 @@ def _check_same_save(groups: Sequence[_Group], optims: Sequence[OpenFile], state
                 )
 
 
-def _in_common(file: OpenFile, rank: int, state: Mapping[str, Any], groups: Sequence[_Group]) -> dict[str, Any]:
+def _in_common(file: OpenFile, rank: int, state: Mapping[str, Any], groups: Sequence[_FlatGroup]) -> dict[str, Any]:
     common = {key: state.get(key) for key in ("ds_version", "zero_stage", "partition_count")}
     scaler = state.get("loss_scaler")
     if isinstance(scaler, dict):
@@ -163,7 +165,7 @@ def _in_turns(model: Mapping[str, Any]) -> bool:
 
 def _cut_in_one_line(
     shapes: Sequence[Shapes], optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]
-) -> tuple[list[_Group], Sequence[Mapping[str, Any]]]:
+) -> tuple[list[_FlatGroup], Sequence[Mapping[str, Any]]]:
     first = states[0]
     base = [entry(state, "base_optimizer_state", object, f.where) for state, f in zip(states, optims, strict=True)]
     elastic = not isinstance(base[0], dict)
@@ -184,13 +186,13 @@ def _cut_in_one_line(
             entry(part, number, dict, file.where) if elastic else entry(part, "state", dict, file.where).get(number, {})
             for part, file in zip(base, optims, strict=True)
         )
-        groups.append(_Group(tuple(placed), weights, kept, entry(param_groups, number, dict, optims[0].where)))
+        groups.append(_FlatGroup(tuple(placed), weights, kept, entry(param_groups, number, dict, optims[0].where)))
     return groups, param_groups
 
 
 def _cut_one_by_one(
     shapes: Sequence[Shapes], optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]
-) -> tuple[list[_Group], Sequence[Mapping[str, Any]]]:
+) -> tuple[list[_FlatGroup], Sequence[Mapping[str, Any]]]:
     inner = [entry(state, "optimizer_state_dict", dict, f.where) for state, f in zip(states, optims, strict=True)]
     param_groups = entry(inner[0], "param_groups", list, optims[0].where)
     groups = []
@@ -201,7 +203,7 @@ def _cut_one_by_one(
             entry(state, "state", dict, f.where).get(number, {}) for state, f in zip(inner, optims, strict=True)
         )
         options = param_groups[group_of(param_groups, number, optims[0].where)]
-        groups.append(_Group(placed, weights, kept, options))
+        groups.append(_FlatGroup(placed, weights, kept, options))
     return groups, param_groups
 
 
@@ -281,7 +283,7 @@ def _add_param_groups(contents: Contents, stages: Sequence[_Stage], renamed: Seq
     contents.add_loss_scaler(found[0][0].scaler)
 
 
-def _state_of(placed: Placed, group: _Group) -> Iterable[tuple[str, Any]]:
+def _state_of(placed: Placed, group: _FlatGroup) -> Iterable[tuple[str, Any]]:
     """A parameter's part of its group's optimizer state."""
     files = [file for file, _ in group.weights]
     for key, value in group.states[0].items():

@@ -6,7 +6,7 @@ Files have the bytes that the safetensors library would have written: the same h
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -16,8 +16,11 @@ import msgspec
 import torch
 
 from terrazzo.checkpoint.formats.safetensors_header import CODES
+from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.format import checksum
+from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.errors import CheckpointValueError, UnsupportedValueError
+from terrazzo.layout.box import Box
 
 _UNITS: Final = {"": 1, "B": 1} | {
     f"{letter}{kind}": base ** (power + 1)
@@ -163,3 +166,26 @@ def _header(names: list[str], tensors: Mapping[str, About], metadata: Mapping[st
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, [len(header) + end for end in ends]
+
+
+WINDOW: Final = 8 << 20  # bytes that are converted, or copied from an accelerator, at once
+
+
+def runs_of(data: torch.Tensor, box: Box, slot: Slot) -> Iterator[tuple[int, memoryview]]:
+    """Where in the file bytes go, and the bytes, each good until the next is asked for.
+
+    `data` are the elements of `box` of the tensor; what it holds in another dtype or elsewhere passes through a buffer.
+    """
+    if box.is_empty:
+        return
+    itemsize = slot.dtype.itemsize
+    for window in row_major_windows(box.lengths, max(WINDOW // itemsize, 1)):
+        part = data[window.slices()]
+        if part.dtype != slot.dtype or not part.is_cpu or part.is_conj() or part.is_neg():
+            part = part.to(device="cpu", dtype=slot.dtype).resolve_conj().resolve_neg()
+        part = part.contiguous()
+        memory, position = bytes_of(part), 0
+        for start, stop in window.shifted(box.offsets).flat_ranges(slot.shape):
+            nbytes = (stop - start) * itemsize
+            yield slot.start + start * itemsize, memory[position : position + nbytes]
+            position += nbytes

@@ -12,11 +12,10 @@ from typing import Any, Final
 import torch
 
 from terrazzo._threads import results_of
-from terrazzo.checkpoint.formats.box_reader import BoxReader
 from terrazzo.checkpoint.formats.huggingface.files import SUFFIX, files_of
 from terrazzo.checkpoint.formats.huggingface.quantised import Quantised, dequantised, find_quantised
 from terrazzo.checkpoint.formats.safetensors_header import Header, read_header
-from terrazzo.checkpoint.formats.table import StoredBox, TableReader, tensor_entry
+from terrazzo.checkpoint.formats.table import BoxReader, StoredBox, TableReader, tensor_entry
 from terrazzo.checkpoint.formats.zip_reading import Window
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 from terrazzo.checkpoint.native.dtypes import dtype_from_name

@@ -15,8 +15,7 @@ from typing import Final
 import msgspec
 import torch
 
-from terrazzo.checkpoint.formats.huggingface.layout import Layout, Slot
-from terrazzo.checkpoint.formats.huggingface.runs import runs_of
+from terrazzo.checkpoint.formats.huggingface.layout import Layout, Slot, runs_of
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.stores import Upload
 from terrazzo.comm.control import ControlPlane

@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint.formats.huggingface import files
-from terrazzo.checkpoint.formats.huggingface.claim import Claim, part_name, parts_of
-from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, lay_out
-from terrazzo.checkpoint.formats.huggingface.runs import runs_of
+from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, lay_out, runs_of
+from terrazzo.checkpoint.formats.huggingface.replacing import Replacing, part_name, parts_of
 from terrazzo.checkpoint.formats.huggingface.streamed import write_streamed
 from terrazzo.checkpoint.formats.registry import check_is_found, import_all
 from terrazzo.checkpoint.metadata import (
@@ -90,11 +89,11 @@ class HuggingFaceWriter(RowWriter):
         self._last: Upload | None = None  # the only file, on its owner, until the commit
         self._own: set[str] = set()  # final names that this rank has made
         self._committed = False
-        self._claim: Claim | None = None  # on the coordinator
+        self._replacing: Replacing | None = None  # on the coordinator
         import_all()  # `check_is_found` needs them
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_claim": None, "_last": None}  # these belong to a process
+        return self.__dict__ | {"_replacing": None, "_last": None}  # these belong to a process
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -103,7 +102,7 @@ class HuggingFaceWriter(RowWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._release()
-        self._claim = None
+        self._replacing = None
         if checkpoint_id is not None:
             self.place = Place(checkpoint_id)
         self._layout, self._last, self._committed = None, None, False
@@ -114,8 +113,10 @@ class HuggingFaceWriter(RowWriter):
         self.save_id = uuid.uuid4().hex[:12]
         if is_coordinator:
             check_is_found(self.place, "huggingface")
-            self._claim = Claim(self._store, self._stem, [*self._beside], self.save_id, overwrite=self.overwrite)
-            if self._claim.usual_names:
+            self._replacing = Replacing(
+                self._store, self._stem, [*self._beside], self.save_id, overwrite=self.overwrite
+            )
+            if self._replacing.usual_names:
                 self.save_id += _USUAL
 
     def about(self, rows: Sequence[Row]) -> bytes:
@@ -197,9 +198,9 @@ class HuggingFaceWriter(RowWriter):
         return metadata
 
     def may_abandon(self) -> bool:
-        if self._committed or (self._claim is not None and self._claim.index.lost):
+        if self._committed or (self._replacing is not None and self._replacing.index.lost):
             return False  # of a save that is lost, names may be another's by now
-        return self._claim is None or self._claim.index.is_absent()
+        return self._replacing is None or self._replacing.index.is_absent()
 
     def abandon(self) -> None:
         if self._last is not None:
@@ -259,7 +260,7 @@ class HuggingFaceWriter(RowWriter):
             by_file.setdefault(layout.slots[row.name].file, []).append(row)
         self._bytes_written = [0] * len(layout.files)
         for number, file in enumerate(layout.files):
-            if number not in by_file and self._claim is None:
+            if number not in by_file and self._replacing is None:
                 continue
             try:
                 upload = store.share(self._part(number))
@@ -269,7 +270,7 @@ class HuggingFaceWriter(RowWriter):
                     f"same folder on all ranks"
                 ) from error
             try:
-                if self._claim is not None:
+                if self._replacing is not None:
                     upload.write(0, [memoryview(file.header)])
                 for row in by_file.get(number, ()):
                     self._show_life()
@@ -323,15 +324,15 @@ class HuggingFaceWriter(RowWriter):
                 )
 
     def _commit(self) -> None:
-        layout, claim = self._known_layout, self._claim
-        if claim is None:
+        layout, replacing = self._known_layout, self._replacing
+        if replacing is None:
             raise CheckpointError(
                 "only the coordinator, which set_up_storage_writer made of this writer, finishes a save"
             )
         finals = [self._final(number) for number in range(len(layout.files))]
-        with claim.committing():
-            claim.check_unchanged()
-            claim.check_alive([] if self._is_single or isinstance(self._store, LocalStore) else finals)
+        with replacing.committing():
+            replacing.check_unchanged()
+            replacing.check_alive([] if self._is_single or isinstance(self._store, LocalStore) else finals)
             self._put_beside()
             index = None
             if self._is_single:
@@ -346,21 +347,21 @@ class HuggingFaceWriter(RowWriter):
                     self._store.rename({self._part(number): name for number, name in enumerate(finals)})
                 weight_map = {name: finals[slot.file] for name, slot in layout.slots.items()}
                 content = files.encode_index(weight_map, layout.total_size)
-                index = claim.index.put(content)
+                index = replacing.index.put(content)
             self._committed = True  # what fails from now on leaves the new checkpoint there
-            claim.remove_replaced(finals, index)
+            replacing.remove_replaced(finals, index)
 
     def _put_beside(self) -> None:
         for name, data in self._beside.items():
             self._store.put(name, data)
 
     def _show_life(self) -> None:
-        if self._claim is not None:
-            self._claim.index.renew()
+        if self._replacing is not None:
+            self._replacing.index.renew()
 
     def _release(self) -> None:
-        if self._claim is not None:
-            self._claim.index.release()
+        if self._replacing is not None:
+            self._replacing.index.release()
 
     def _describe(self, metadata: Metadata) -> None:
         """Make `metadata` say what has been stored."""

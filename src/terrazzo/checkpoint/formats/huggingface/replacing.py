@@ -45,8 +45,8 @@ def parts_of(store: Store, save_id: str) -> list[str]:
     return [e.key for e in store.list(".hf-") if (found := _PART.fullmatch(e.key)) and found["save"] == save_id]
 
 
-class Claim:
-    """One save's claim to a place.
+class Replacing:
+    """What one save replaces, on the coordinator.
 
     Args:
         store: The place.
