@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, NewType, Protocol
+from typing import Any, Final, NewType
 
 import msgspec
 import xxhash
@@ -207,59 +207,48 @@ class GrowingUpload(Upload):
 
     Args:
         send: called with the whole file, if it is small.
-        begin: called for a larger file; returns a `Sink`, to which it is written piece by piece.
+        begin: called for a larger file; returns the upload to which it is written from its beginning to its end.
         bound: the most bytes of a small file.
     """
 
-    def __init__(self, send: Callable[[memoryview], object], begin: Callable[[], Sink], bound: int = 64 << 20) -> None:
+    def __init__(
+        self, send: Callable[[memoryview], object], begin: Callable[[], Upload], bound: int = 64 << 20
+    ) -> None:
         self._send = send
         self._begin = begin
         self._bound = bound
         self._held = bytearray()
         self._position = 0
-        self._sink: Sink | None = None
+        self._large: Upload | None = None
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         if offset != self._position:
             raise ValueError(f"the next write must begin at byte {self._position}, not at {offset}")
+        self._position += sum(map(len, buffers))
+        if self._large is None and self._position > self._bound:
+            self._large = self._begin()
+            held, self._held = self._held, bytearray()
+            self._large.write(0, [memoryview(held)])
+        if self._large is not None:
+            self._large.write(offset, buffers)
+            return
         for buffer in buffers:
-            self._position += len(buffer)
-            if self._sink is not None:
-                self._sink.write(buffer)
-                continue
             self._held += buffer
-            if len(self._held) > self._bound:
-                self._sink = self._begin()
-                held, self._held = self._held, bytearray()
-                self._sink.write(memoryview(held))
 
     def finish(self) -> None:
-        if self._sink is None:
+        if self._large is None:
             held, self._held = self._held, bytearray()
             self._send(memoryview(held))
         else:
-            sink, self._sink = self._sink, None
-            sink.commit()
+            large, self._large = self._large, None
+            large.finish()
 
     def abort(self) -> None:
         self._held = bytearray()
-        if self._sink is not None:
-            sink, self._sink = self._sink, None
+        if self._large is not None:
+            large, self._large = self._large, None
             with suppress(OSError):
-                sink.discard()
-
-
-class Sink(Protocol):
-    """The target of a large file that is written piece by piece."""
-
-    def write(self, data: memoryview) -> object:
-        """Write the next bytes."""
-
-    def commit(self) -> object:
-        """Complete the file: it exists from now on."""
-
-    def discard(self) -> object:
-        """Give up."""
+                large.abort()
 
 
 class Lease(abc.ABC):

@@ -196,7 +196,7 @@ class FsspecStore(Store):
                 pass
 
 
-class _Opened:
+class _Opened(Upload):
     """A temporary file that is renamed when it is complete."""
 
     def __init__(self, store: FsspecStore, temporary: str, key: str) -> None:
@@ -205,13 +205,14 @@ class _Opened:
         self._key = key
         self._file = store._fs.open(store._path(temporary), "wb")
 
-    def write(self, data: memoryview) -> None:
-        self._file.write(data)
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        for data in buffers:
+            self._file.write(data)
 
-    def commit(self) -> None:
+    def finish(self) -> None:
         self._file.close()
         self._store._move(self._temporary, self._key)
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         self._file.close()
         self._store.delete([self._temporary])

@@ -319,7 +319,7 @@ class ObjectStore(Store):
         raise OSError(f"{self._url}/{key}: {_short(error)}") from error
 
 
-class _Parts:
+class _Parts(Upload):
     """An object that is sent in parts; it exists when the last one has been sent."""
 
     def __init__(self, store: ObjectStore, key: str) -> None:
@@ -330,13 +330,14 @@ class _Parts:
             lambda: obstore.open_writer(store._bucket, path, buffer_size=_PART, max_concurrency=3)
         )
 
-    def write(self, data: memoryview) -> None:
-        self._tried(lambda: self._writer.write(bytes(data)))  # a copy, because the client sends this memory later
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        for data in buffers:  # each is copied, because the client sends this memory later
+            self._tried(partial(self._writer.write, bytes(data)))
 
-    def commit(self) -> None:
-        self._tried(lambda: self._writer.close())
+    def finish(self) -> None:
+        self._tried(self._writer.close)
 
-    def discard(self) -> None:
+    def abort(self) -> None:
         self._writer = None  # closing it would complete an object from the parts that were sent
 
     def _tried(self, call: Callable[[], T]) -> T:
