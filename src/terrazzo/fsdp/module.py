@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -451,9 +451,12 @@ def _set(group: Group, **options: Any) -> bool:
 def _switch(group: Group, **switches: bool) -> None:
     """`_set` for switches."""
     if _differs(group.switches, switches):
-        group.switches = replace(group.switches, **switches)
+        group.switches = _with_switches(group.switches, **switches)
         if group.root is not None:
             group.root.switched()
+
+
+_with_switches = lru_cache(maxsize=256)(replace)  # programs turn the same ones for every micro-batch
 
 
 def _differs(value: Any, settings: dict[str, Any]) -> bool:

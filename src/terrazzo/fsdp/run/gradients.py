@@ -44,12 +44,13 @@ _MOST_FLATS = 16  # combinations of parameters with room whose plans are kept
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flat:
-    """The parameters with room in a flat buffer, and its plan."""
+    """The parameters with room in a flat buffer, its plan, and how it is reduced."""
 
     params: tuple[ShardedParameter, ...]
     plan: FlatPlan
     in_place: InPlace | None  # for reductions directly from the gradients, if possible
     encoded: Encoded | None  # for reductions with a codec
+    division: Division
 
     def add(self, section: Tensor, other: _Flat, others: Tensor) -> None:
         """Add a section with another plan, of which all parameters have room here too, to one with this plan."""
@@ -71,7 +72,6 @@ class _Running(NamedTuple):
     missing: list[int]  # indices of parameters without a gradient on this rank
     packed: Tensor | None = None  # the buffer with all of them
     unpacked: tuple[list[Tensor], Tensor | None] | None = None  # gradients that are reduced in place
-    division: Division = Division()
     pending: Pending[Tensor] | None = None  # the collective that runs
     reduced: Tensor | None = None
     reached: tuple[Tensor, Any] | None = None  # the last elements, and the event after which the host has them
@@ -83,13 +83,13 @@ class Gradients:
     def __init__(self, bucket: Bucket, group: Group) -> None:
         self.bucket = bucket
         self._group = group  # or one of several with equal options
-        self._flats: dict[tuple[ShardedParameter, ...], _Flat] = {}  # of reductions, by the parameters with room
+        # Of reductions, by the options and the parameters with room.
+        self._flats: dict[tuple[Options, tuple[ShardedParameter, ...]], _Flat] = {}
         self._running: _Running | None = None
         self._accumulated: dict[ShardedParameter, Tensor] = {}  # sums in the reduce dtype that are not reduced yet
         self.waiting = False  # whether ranks may have gradients of earlier backwards that are not reduced yet
         self._frozen: set[ShardedParameter] = set()  # of the frozen parameters those that may have such gradients
-        # Reduced over the shard axis, not yet over the replicas; and how it was divided.
-        self._partial: tuple[_Flat, Tensor, Division] | None = None
+        self._partial: tuple[_Flat, Tensor] | None = None  # reduced over the shard axis, not yet over the replicas
         # What streams beside read: freed when the compute stream has waited for them.
         self._held: list[Tensor] = []
         self._copied: Any = None  # the event after which gradients are on the CPU
@@ -127,7 +127,7 @@ class Gradients:
             return made
         plan, sent, replicate = flat.plan, flat.encoded, mesh.replicate
         section = plan.own_size * itemsize
-        divided = self._division_of(plan).after is not None
+        divided = flat.division.after is not None
         converted = bucket.dtype is not self.dtype
         return made._replace(
             packed=plan.total * itemsize if sent is None else sent.plan.total,
@@ -147,7 +147,8 @@ class Gradients:
         params = tuple([p for p in self.bucket.params if p.requires_grad or p in self._frozen or p in partial])
         if not params:
             return None
-        found = self._flats.get(params)
+        options = self.options
+        found = self._flats.get((options, params))
         if found is None:
             if len(self._flats) >= _MOST_FLATS:
                 self._flats.clear()
@@ -162,9 +163,10 @@ class Gradients:
             sent = in_place = None
             if codec is not None and mesh.shard.size > 1:
                 sent = encoded(params, plan, codec, self.bucket.compute_dtype, self.dtype, settings, True)
-            elif InPlace.suits(plan, mesh.shard, self.dtype.itemsize):
+            elif options.usual and InPlace.suits(plan, mesh.shard, self.dtype.itemsize):
                 in_place = InPlace(plan, self.dtype.itemsize)
-            found = self._flats[params] = _Flat(params, plan, in_place, sent)
+            found = _Flat(params, plan, in_place, sent, self._division_of(plan))
+            self._flats[options, params] = found
         return found
 
     def note_frozen(self, param: ShardedParameter, in_backward: bool) -> None:
@@ -262,31 +264,27 @@ class Gradients:
             reached = torch.ones(plan.extra, dtype=self.dtype, device=device)
             if running.missing:
                 reached[running.missing] = 0
-        division = self._division_of(plan)
-        if division.before is not None and (flat.encoded is not None or self._sends_in_place(flat)):
-            wholes = list(torch._foreach_div(wholes, division.before))
+        before = flat.division.before
         packed = unpacked = None
+        if before is not None and (flat.encoded is not None or flat.in_place is not None):
+            wholes = list(torch._foreach_div(wholes, before))
         if flat.encoded is not None:
             packed = flat.encoded.pack(wholes, reached)
-        elif self._sends_in_place(flat):
+        elif flat.in_place is not None:
             unpacked = [whole.to(self.dtype) for whole in wholes], reached
         else:
             packed = empty_to_reduce(self.options, plan.total, self.dtype, device, self.reduce_axis)
             plan.pack(wholes, packed, reached)
-            if division.before is not None:
-                packed.div_(division.before)
-        self._running = running._replace(packed=packed, unpacked=unpacked, division=division)
-
-    def _sends_in_place(self, flat: _Flat) -> bool:
-        """Whether gradients are sent from where they are."""
-        return flat.in_place is not None and self.options.usual
+            if before is not None:
+                packed.div_(before)
+        self._running = running._replace(packed=packed, unpacked=unpacked)
 
     def reduce(self, comm: Comm, tag: int) -> None:
         """Start the reduce-scatter."""
         running, axis = self._running, self.reduce_axis
         if running is None:
             return
-        flat, packed, op = running.flat, running.packed, running.division.shards
+        flat, packed, op = running.flat, running.packed, running.flat.division.shards
         if running.unpacked is not None and flat.in_place is not None:
             assert isinstance(op, str)
             pending = flat.in_place.reduce(*running.unpacked, axis, op, tag)
@@ -318,9 +316,9 @@ class Gradients:
         take no memory, and what it reads is held."""
         if self._partial is None:
             return
-        (flat, section, division), self._partial = self._partial, None
+        (flat, section), self._partial = self._partial, None
         shards = self.bucket.settings.mesh.shard.size
-        before, now = division.divisor_so_far(shards), running.division.divisor_so_far(shards)
+        before, now = (each.division.divisor_so_far(shards) for each in (flat, running.flat))
         self._held.append(section)
         running.flat.add(reduced, flat, section if before == now else section.mul_(before / now))
 
@@ -344,7 +342,8 @@ class Gradients:
         running, reduced = ended
         self._add_partial(running, reduced)
         if replicate is not None:
-            self._running = running._replace(pending=comm.all_reduce(reduced, replicate, running.division.replicas))
+            op = running.flat.division.replicas
+            self._running = running._replace(pending=comm.all_reduce(reduced, replicate, op))
 
     def store(self) -> None:
         """Keep the gradients that are reduced over the shards, for a later reduction over the replicas."""
@@ -352,7 +351,7 @@ class Gradients:
         if ended is not None:
             running, reduced = ended
             self._add_partial(running, reduced)
-            self._partial = running.flat, reduced, running.division
+            self._partial = running.flat, reduced
             self._running = None
 
     def release(self) -> None:
@@ -373,8 +372,8 @@ class Gradients:
             reduced, counts = reduced[:-extra], reduced[-extra:]
             if running.missing:
                 running = running._replace(reached=self._on_the_host(counts))
-        if running.division.after is not None:
-            reduced = reduced / running.division.after
+        if running.flat.division.after is not None:
+            reduced = reduced / running.flat.division.after
         if options.hook is not None:
             self._call_hook(options.hook, reduced)
         self._running = running._replace(reduced=self._at_rest(reduced))
@@ -500,7 +499,7 @@ class Gradients:
             self.waiting = False
             self._partial = None
         elif self._partial is not None:
-            flat, section, _ = self._partial
+            flat, section = self._partial
             for i, (param, chunk) in enumerate(zip(flat.params, flat.plan.own_views(section), strict=True)):
                 if param in params:
                     chunk.zero_()

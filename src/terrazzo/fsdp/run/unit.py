@@ -42,7 +42,6 @@ _HAVE_MEMORY = (Shown.UNSHARDED, Shown.RESTING)
 class _Wiring(NamedTuple):
     """How a unit communicates."""
 
-    number: int  # of its first group among those of the root
     tag: int  # the first of its messages
     comm: Comm
     waits_at_once: bool
@@ -57,7 +56,8 @@ class Unit:
         self.settings, self.inner = first.settings, first.inner
         self.modules = tuple(module for group in groups for module in group.modules)
         self.params = tuple(param for group in groups for param in group.params)
-        self._wiring = _Wiring(0, FIRST_TAG, Collectives(), False)
+        self.index = 0  # the number of its first group among those of the root
+        self._wiring = _Wiring(FIRST_TAG, Collectives(), False)
         former = {group.unit: None for group in groups if group.unit is not None}
         self._arrange([gradients for unit in former for gradients in unit.gradients])
         self._pending: list[tuple[Bucket | Kept, Pending[Tensor]]] = []
@@ -100,17 +100,11 @@ class Unit:
         """Take the number of the root, its own place there, and the collectives to use. `waits_at_once` is whether to
         wait on the stream where a collective was started, not where its result is used."""
         tag = FIRST_TAG + root % 4096 * (1 << 17) + index % (1 << 13) * 16
-        self._wiring = _Wiring(index, tag, comm, waits_at_once)
+        self.index, self._wiring = index, _Wiring(tag, comm, waits_at_once)
 
-    @property
-    def index(self) -> int:
-        """Its number in events and operations."""
-        return self._wiring.number
-
-    @property
-    def _tags(self) -> list[int]:
-        """For each bucket the tag of its gather; the next one is that of its reduction."""
-        return [self._wiring.tag + i % 8 * 2 for i in range(len(self.buckets))]
+    def _tag(self, i: int) -> int:
+        """The tag of a bucket's gather; the next one is that of its reduction."""
+        return self._wiring.tag + i % 8 * 2
 
     @property
     def name(self) -> str:
@@ -317,8 +311,7 @@ class Unit:
                 if not bucket.aliased:
                     bucket.count_new_values()
         if self.in_place:
-            both = zip(self.buckets, self._tags, strict=True)
-            self._pending = [(bucket, bucket.gather_in_place(tag)) for bucket, tag in both]
+            self._pending = [(bucket, bucket.gather_in_place(self._tag(i))) for i, bucket in enumerate(self.buckets)]
         else:
             self._gather_from(self.buckets)
 
@@ -329,8 +322,8 @@ class Unit:
 
     def _gather_from(self, sources: Sequence[Bucket | Kept]) -> None:
         comm = self._wiring.comm
-        both = zip(sources, self._tags, strict=True)
-        self._pending = [(source, source.gather(comm, tag)) for source, tag in both if not source.aliased]
+        numbered = enumerate(sources)
+        self._pending = [(each, each.gather(comm, self._tag(i))) for i, each in numbered if not each.aliased]
         if self._wiring.waits_at_once:
             for _, one in self._pending:
                 one.wait()
@@ -468,8 +461,8 @@ class Unit:
             gradients.pack()
 
     def reduce(self) -> None:
-        for gradients, tag in zip(self.gradients, self._tags, strict=True):
-            gradients.reduce(self._wiring.comm, tag + 1)
+        for i, gradients in enumerate(self.gradients):
+            gradients.reduce(self._wiring.comm, self._tag(i) + 1)
             if self._wiring.waits_at_once:
                 gradients.wait()
 
