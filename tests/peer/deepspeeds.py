@@ -2,10 +2,10 @@
 
     python tests/peer/deepspeeds.py SOURCE [FILE ...] [--results build/peer] [--keep deepspeed|all] [--limit 900]
 
-SOURCE is an unpacked source tree of DeepSpeed (the tests of 0.19.6 are what `docs/deepspeed-tests.md` speaks of); of it
+SOURCE is an unpacked source tree of DeepSpeed (of 0.19.6, for instance); of it
 `tests` is needed. Each FILE, a path or the beginning of one below `tests/unit`, runs once on the installed DeepSpeed
-and once on terrazzo, on CPUs. The table of `docs/deepspeed-tests.md` is printed, then what fails on terrazzo, passes on
-DeepSpeed and is not explained there, then what is explained there and passes.
+and once on terrazzo, on CPUs. A table is printed, then what fails on terrazzo, passes on DeepSpeed and is not explained
+in `docs/deepspeed.md`, then what is explained there and passes.
 
 No test and no assertion is changed. On terrazzo, `import deepspeed` gives `terrazzo.deepspeed`; a name that it does not
 have may be imported, and fails when it is used, so that the other tests of its file run. Ranks are forked from the
@@ -55,7 +55,7 @@ FILES = [
     ),
     *("profiling", "utils"),
 ]
-PAGE = Path(__file__).parents[2] / "docs" / "deepspeed-tests.md"
+PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 SECONDS = 90.0  # that the ranks of a test may take
 
 Outcomes = dict[str, list[str]]  # by test: passed, failed or skipped, and why
@@ -278,8 +278,8 @@ def main() -> None:
         for path in sorted(unit.rglob("test_*.py"))
         if str(path.relative_to(unit)).startswith(start)
     ]
-    if options.only != "terrazzo" and not (results / "operators").exists():
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(results / "operators")
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(results / "operators")
+    if options.only != "terrazzo":
         building = multiprocessing.get_context("fork").Process(target=build_operators)
         building.start()
         building.join()
