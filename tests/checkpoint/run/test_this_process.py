@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -24,7 +26,7 @@ def test_a_save_and_a_load_leave_the_process_as_it_is(tmp_path: Path, monkeypatc
                 changed.append(name)
 
             monkeypatch.setattr(module, name, noted)
-    before = threading.enumerate()
+    before, settings = threading.enumerate(), settings_of_process()
     state = {f"w.{number}": torch.ones(3) for number in range(50)} | {"values": list(range(10))}
     save(state, checkpoint_id=tmp_path / "a", no_dist=True)
     async_save(state, checkpoint_id=tmp_path / "b", no_dist=True).result()
@@ -33,7 +35,12 @@ def test_a_save_and_a_load_leave_the_process_as_it_is(tmp_path: Path, monkeypatc
     for thread in threading.enumerate():
         if thread.name == "terrazzo-save":
             thread.join(30)
-    assert changed == [] and threading.enumerate() == before
+    assert changed == [] and threading.enumerate() == before and settings_of_process() == settings
+
+
+def settings_of_process() -> list[Any]:
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    return [handlers, sys.getswitchinterval(), gc.isenabled(), gc.get_threshold(), torch.get_num_threads(), os.getcwd()]
 
 
 class Waiting(FileSystemWriter):
