@@ -18,9 +18,10 @@ import torch.distributed as dist
 from checkpoint.newer import make_newer
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointManager, verify
-from terrazzo.checkpoint.manager import KeepLast, KeepUntilCopied, SaveEvery, records
+from terrazzo.checkpoint.manager import KeepLast, KeepUntilCopied, SaveEvery, housekeeping, records
+from terrazzo.checkpoint.manager.hosts import HostsStore
 from terrazzo.checkpoint.manager.peers import PeerStore, serve_folder
-from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Request
+from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Request, Store
 from terrazzo.comm.serving import Client, Server, WrongSecretError
 from terrazzo.errors import (
     CheckpointCorruptError,
@@ -331,6 +332,25 @@ def test_keeps_until_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     target = {"w": torch.zeros(3)}
     with CheckpointManager(store) as manager:
         assert manager.restore("latest", target) == 7 and target["w"].eq(7).all()
+
+
+def test_what_the_root_keeps_less_long_than_the_hosts_is_copied_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that it is removed from the root does not make it stay in the local folder."""
+    copied, copy_checkpoint = [], housekeeping.copy_checkpoint
+
+    def copy(source: HostsStore, target: Store) -> None:
+        copied.append(Path(target.location).name)
+        copy_checkpoint(source, target)
+
+    monkeypatch.setattr(housekeeping, "copy_checkpoint", copy)
+    with CheckpointManager(tmp_path / "root", local=tmp_path / "local", keep=1, keep_local=3) as manager:
+        for step in range(1, 7):
+            manager.save(step, {"w": torch.full((3,), float(step))})
+            manager.wait()
+    assert copied == [f"global_step{step}" for step in range(1, 7)]
+    assert folders(tmp_path / "root") == [6] and folders(tmp_path / "local") == [4, 5, 6]
 
 
 def test_keeps_what_another_program_has_not_copied(tmp_path: Path):

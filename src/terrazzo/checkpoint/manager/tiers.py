@@ -36,6 +36,7 @@ class Tier:
         root: the folder.
         catalog: its checkpoints.
         being_saved: the step that is being saved, which must not be cleared.
+        removed: the steps that `remove` has removed, with when they were saved.
     """
 
     def __init__(self, root: Place, keep: KeepPolicy | None, best: Best | None) -> None:
@@ -44,6 +45,7 @@ class Tier:
         self._keep = keep
         self._best = best
         self.being_saved: set[int] = set()
+        self.removed: dict[int, float] = {}
         self._cleared = False
         self._removing = threading.Lock()
 
@@ -73,6 +75,8 @@ class Tier:
                     reasons[record.step] = ["a link"]
                 elif not remove(self.catalog, record.step):
                     reasons[record.step] = ["being read"]
+                else:
+                    self.removed[record.step] = record.saved
             write_reasons(self.root, reasons | {step: ["cannot be read"] for step in unreadable})
             if not self._cleared:  # once: files that killed runs have left
                 self._cleared = True
@@ -146,10 +150,15 @@ class Tiers:
         return None
 
     def uncopied(self) -> list[Record]:
-        """The local checkpoints of which the root has no copy, or an older one; the oldest first."""
+        """The local checkpoints of which the root has no copy, or an older one; the oldest first.
+
+        Those whose copy has been removed from the root have been copied.
+        """
         if self.local is None:
             return []
-        return not_copied(self.local.catalog.read(), self.root.catalog.read())
+        removed = self.root.removed
+        missing = not_copied(self.local.catalog.read(), self.root.catalog.read())
+        return [record for record in missing if removed.get(record.step) != record.saved]
 
 
 @dataclass(frozen=True, slots=True)
