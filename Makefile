@@ -85,7 +85,7 @@ gpu:
 # What takes too long for every change: tests marked so, random programs, the whole of PyTorch's op database, every way for
 # a rank to fail, many thousands of damaged checkpoints, and scripts under DeepSpeed.
 proofs: setup $(TRIED_RAY) $(TRIED_KUBEFLOW)
-	$(BIN)/python -m pytest --proofs -m "long or proof"
+	$(BIN)/python -m pytest --proofs -m "long or proof" -o faulthandler_timeout=3600
 	$(BIN)/python -m tests.tensor.fuzz --programs 10000
 	$(BIN)/python -m tests.tensor.sweep --write docs/op-sweep.md
 	$(BIN)/python -m tests.checkpoint.failing_matrix
