@@ -12,17 +12,15 @@ files import PyTorch's names, which `terrazzo.install()` has replaced; without, 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import re
-import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(__file__))
 
 import on_peer
+from outcomes import counted, outcomes_of
 
 FILES = [
     *("_tensor/debug/test_comm_mode.py", "_tensor/debug/test_comm_mode_features.py"),
@@ -65,32 +63,6 @@ FILES = [
 ]
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
-Outcomes = dict[str, list[str]]  # by test: passed, failed or skipped, and why
-
-
-def run_file(source: Path, file: str, peer: str, results: Path, limit: float, keep: bool) -> Outcomes:
-    """The outcomes of one file on one of the two libraries; they are kept in a file, too."""
-    path = results / peer / (file.removesuffix(".py").replace("/", ".") + ".json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if keep and path.exists():
-        return dict(json.loads(path.read_text()))
-    path.unlink(missing_ok=True)
-    # Forked, because importing torch and terrazzo takes longer than most files.
-    process = multiprocessing.get_context("fork").Process(target=on_peer.run, args=(source, file, peer, path))
-    process.start()
-    process.join(limit)
-    if process.is_alive():
-        os.killpg(process.pid or 0, signal.SIGKILL)
-        process.join()
-    if not path.exists():
-        path.write_text(json.dumps({"(the file)": ["failed", "it ended early, or ran into the time limit"]}))
-    outcomes: Outcomes = json.loads(path.read_text())
-    return outcomes
-
-
-def counted(outcomes: Outcomes) -> str:
-    return "/".join(str(sum(o[0] == kind for o in outcomes.values())) for kind in ("passed", "failed", "skipped"))
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -110,7 +82,7 @@ def main() -> None:
     print(f"| file | torch: passed/failed/skipped | {tried} | worse |\n|---|---|---|---|")
     for file in options.files:
         torchs, ours = (
-            run_file(source, file, peer, results, options.limit, options.keep in (peer, "all"))
+            outcomes_of(on_peer.run, source, file, peer, results, options.limit, options.keep in (peer, "all"))
             for peer in ("torch", tried)
         )
         name = file.removesuffix(".py")

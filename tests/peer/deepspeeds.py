@@ -21,7 +21,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
-import signal
 import sys
 import time
 import traceback
@@ -29,6 +28,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from outcomes import Absent, Outcomes, counted, outcomes_of
 
 # Left out are folders about what terrazzo refuses, or has not: automatic tensor and expert parallelism, Ulysses,
 # inference, compiling passes, quantised kernels, NVMe, the launcher.
@@ -57,26 +58,6 @@ FILES = [
 ]
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
 SECONDS = 90.0  # that the ranks of a test may take
-
-Outcomes = dict[str, list[str]]  # by test: passed, failed or skipped, and why
-
-
-class Absent:
-    """A name that terrazzo.deepspeed does not have."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"terrazzo has no {self._name}")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self()
-
-    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        return ()
 
 
 class Names(ModuleType):
@@ -235,28 +216,6 @@ def build_operators() -> None:
         builder().load(verbose=False)
 
 
-def outcomes_of(source: Path, file: str, peer: str, results: Path, limit: float, keep: bool) -> Outcomes:
-    """The outcomes of one file on one of the two libraries; they are kept in a file, too."""
-    path = results / peer / (file.removesuffix(".py").replace("/", ".") + ".json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not (keep and path.exists()):
-        path.unlink(missing_ok=True)
-        process = multiprocessing.get_context("fork").Process(target=run, args=(source, file, peer, path))
-        process.start()
-        process.join(limit)
-        if process.is_alive():
-            os.killpg(process.pid or 0, signal.SIGKILL)
-            process.join()
-        if not path.exists():
-            path.write_text("{}")
-    outcomes: Outcomes = json.loads(path.read_text())
-    return outcomes
-
-
-def counted(outcomes: Outcomes) -> str:
-    return "/".join(str(sum(o[0] == kind for o in outcomes.values())) for kind in ("passed", "failed", "skipped"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
@@ -289,7 +248,7 @@ def main() -> None:
     for file in files:
         theirs, ours = (
             {} if options.only not in (None, peer)
-            else outcomes_of(source, file, peer, results, options.limit, options.keep in (peer, "all"))
+            else outcomes_of(run, source, file, peer, results, options.limit, options.keep in (peer, "all"))
             for peer in ("deepspeed", "terrazzo")
         )  # fmt: skip
         passing = {test.removeprefix("unit/") for test, outcome in theirs.items() if outcome[0] == "passed"}

@@ -24,6 +24,7 @@ import on_cpu
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from outcomes import Absent
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal import common_distributed
 
@@ -51,21 +52,6 @@ ON_CPU = "_composable/"  # the folder whose files ask for GPUs
 
 
 SLOW = {"test_depthwise_convolution": "minutes of convolutions on a CPU"}
-
-
-class Absent:
-    """A name that neither library has; tests may import it, and fail when they use it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"{self._name} is in no installed library")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self()
 
 
 class Names:

@@ -97,9 +97,10 @@ def register_loops(
 def register_decomposition(op: Function | Sequence[Function]) -> Callable[[_D], _D]:
     """Decorate a function of DTensors that computes an operation from others; it replaces our own rule.
 
-    @register_decomposition(torch.ops.mine.gated.default)
-    def gated(x, gate):
-        return x * torch.sigmoid(gate)
+    >>> @register_decomposition(torch.ops.aten.addcmul.default)
+    ... def addcmul(x, a, b, *, value=1):
+    ...     return x + value * a * b
+    >>> unregister_sharding(torch.ops.aten.addcmul.default)
     """
 
     def register(function: _D) -> _D:

@@ -1,0 +1,62 @@
+"""What the tests of another project's files came to, and names that neither library has."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Outcomes = dict[str, list[str]]  # by test: passed, failed or skipped, and why
+
+
+class Absent:
+    """A name that no installed library has; tests may import it, and fail when they use it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{self._name} is in no installed library")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self()
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        return ()
+
+
+def outcomes_of(
+    run: Callable[[Path, str, str, Path], None],
+    source: Path,
+    file: str,
+    peer: str,
+    results: Path,
+    limit: float,
+    keep: bool,
+) -> Outcomes:
+    """The outcomes of one file on one of the two libraries, which `run` writes; with `keep`, those of last time."""
+    path = results / peer / (file.removesuffix(".py").replace("/", ".") + ".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not (keep and path.exists()):
+        path.unlink(missing_ok=True)
+        # Forked, because importing torch and terrazzo takes longer than most files.
+        process = multiprocessing.get_context("fork").Process(target=run, args=(source, file, peer, path))
+        process.start()
+        process.join(limit)
+        if process.is_alive():
+            os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+        if not path.exists():
+            path.write_text(json.dumps({"(the file)": ["failed", "it ended early, or ran into the time limit"]}))
+    outcomes: Outcomes = json.loads(path.read_text())
+    return outcomes
+
+
+def counted(outcomes: Outcomes) -> str:
+    return "/".join(str(sum(o[0] == kind for o in outcomes.values())) for kind in ("passed", "failed", "skipped"))
