@@ -112,7 +112,9 @@ def check_allocations(device: torch.device) -> None:
             took, times = (now - then for now, then in zip(allocated(), before, strict=True))
             told = f"{operation} takes {planned} bytes and allocates {took}"
             assert took <= planned + times * BLOCK, told
-            assert took >= planned or operation.reads[0].kind == "kept", told  # fewer ranks may have less padding
+            # Fewer ranks may have less padding, and what a rank alone has accumulated may have the right dtype.
+            at_most = operation.kind is Kind.HAND_OVER or any(each.kind == "kept" for each in operation.reads)
+            assert took >= planned or at_most, told
             seen.add(operation.kind)
             return found
 
@@ -125,7 +127,9 @@ def check_allocations(device: torch.device) -> None:
                 train(device, sync, **way)
     finally:
         Executor.call_of = call_of  # type: ignore[method-assign]
-    some = {Kind.GATHER, Kind.COPY_OUT, Kind.FREE, Kind.ACCUMULATE, Kind.PACK, Kind.REDUCE, Kind.FINISH, Kind.HAND_OVER}
+    some = {Kind.GATHER, Kind.COPY_OUT, Kind.FREE, Kind.ACCUMULATE, Kind.HAND_OVER}
+    if dist.get_world_size() > 1:
+        some |= {Kind.PACK, Kind.REDUCE, Kind.FINISH}
     if dist.get_world_size() % 4 == 0:
         some |= {Kind.KEEP, Kind.ALL_REDUCE, Kind.STORE}
     assert some <= seen
@@ -137,6 +141,6 @@ def test_operations_allocate_what_they_take():
 
 
 @pytest.mark.parametrize("backend", ["nccl", pytest.param("late", marks=pytest.mark.long)])
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_operations_allocate_what_they_take_on_late(world, backend):
     run_late(world, check_allocations, backend_name=backend)

@@ -322,7 +322,8 @@ class _Planner:
         spec = self.spec.units[unit]
         gradients = "gradients, accumulated"
         if spec.alone:
-            self._emit(Kind.HAND_OVER, unit, "gradients -> shard gradients", gives=gradients)
+            uses = "gradients -> shard gradients"
+            self._emit(Kind.HAND_OVER, unit, uses, takes="result", gives=f"{gradients}, result")
             return
         for one in [one for one in self.reducing if one.unit == unit]:  # if a module ran more than once
             self.reducing.remove(one)

@@ -142,7 +142,9 @@ class Bucket:
         rank sends, on average."""
         plan, itemsize = self.plan, self.compute_dtype.itemsize
         moved = self.dtype.itemsize * (self.settings.rest_device != self.settings.mesh.device)
-        sent = 0 if plan.n == 1 else plan.own_size * (moved + itemsize * (self.compute_dtype is not self.dtype))
+        cast = itemsize * (self.compute_dtype is not self.dtype)
+        # A rank alone has gathered what it last made.
+        sent = plan.own_size * (moved + cast if plan.n > 1 else moved * bool(cast))
         return sent, plan.total * itemsize, plan.moved(itemsize)
 
     def in_place(self) -> InPlace | None:

@@ -119,16 +119,17 @@ class Gradients:
         if flat is None:
             return Sizes()
         elements, itemsize = sum(prod(p.shape) for p in flat.params), self.dtype.itemsize
+        converted = bucket.dtype is not self.dtype
         made = Sizes(
             gradients=elements * bucket.compute_dtype.itemsize,
             accumulated=0 if self.dtype is bucket.compute_dtype else elements * itemsize,
         )
         if self.alone:
-            return made
+            converted = converted or bucket.dtype is not bucket.compute_dtype  # what was accumulated may need less
+            return made._replace(result=elements * bucket.dtype.itemsize * converted)
         plan, sent, replicate = flat.plan, flat.encoded, mesh.replicate
         section = plan.own_size * itemsize
         divided = flat.division.after is not None
-        converted = bucket.dtype is not self.dtype
         return made._replace(
             packed=plan.total * itemsize if sent is None else sent.plan.total,
             reduced=section if sent is None else section + sent.plan.total,
