@@ -36,7 +36,7 @@ def data_of(path: Path) -> dict:
 @pytest.fixture
 def paths(tmp_path: Path) -> tuple[Path, Path]:
     for step, name in enumerate(("one", "two")):
-        save({"w": torch.full((4,), float(step)), "step": step}, checkpoint_id=tmp_path / name)
+        save({"w": torch.full((4,), float(step)), "step": 10 * step}, checkpoint_id=tmp_path / name)
     return tmp_path / "one", tmp_path / "two"
 
 

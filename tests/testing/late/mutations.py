@@ -424,7 +424,7 @@ MUTATIONS = (
         "pass",
     ),
     Mutation(
-        f"{_SAVE}.native.requests:Requests.read", saving.check_loading, "torch._foreach_copy_(targets, staged)", "pass"
+        f"{_SAVE}.native.requests:Requests._take", saving.check_loading, "torch._foreach_copy_(targets, staged)", "pass"
     ),
     Mutation(
         f"{_PUBLISH}.snapshot:copy_into",
