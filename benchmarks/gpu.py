@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -65,9 +67,13 @@ def main(
     device: Annotated[str, typer.Option(help="cuda, xpu or the like; late imitates one. Default: what is here.")] = "",
     page: Annotated[Path, typer.Option(help="Write what was found into this file.")] = ROOT / "docs/benchmarks-gpu.md",
     quick: Annotated[bool, typer.Option(help="Small problems and few repetitions: does it run at all?")] = False,
+    ranks: Annotated[
+        int, typer.Option(help="Ranks on each device. More than one: NCCL 2.30, and NCCL_MULTI_RANK_GPU_ENABLE=1.")
+    ] = 1,
     limit: Annotated[float, typer.Option(help="Seconds after which a benchmark has failed; the others go on.")] = 300.0,
 ) -> None:
     """Tests and measures terrazzo on accelerators."""
+    os.environ[devices.RANKS_PER_DEVICE] = str(ranks)
     kind = device or _accelerator()
     if kind != devices.LATE and (not torch.accelerator.is_available() or _accelerator() != kind):
         sys.exit(nothing_here(kind))
@@ -163,18 +169,21 @@ def counted(tests: Iterable[Test]) -> str:
 
 def hardware(kind: str) -> list[tuple[str, str]]:
     """What this was run on."""
-    several = devices.count(kind)
+    several = devices.count(kind) // devices.ranks_per_device()
     if kind == devices.LATE:
         rows = [("devices", f"{several} of `late`, which imitates an accelerator on the CPU: times say nothing")]
     else:
         found = [getattr(torch, kind).get_device_properties(number) for number in range(several)]
         names = Counter(f"{each.name}, {each.total_memory / 2**30:.0f} GiB" for each in found)
         rows = [("devices", f"{n} x {name}") for name, n in names.items()]
+        if devices.ranks_per_device() > 1:
+            rows.append(("ranks on each device", str(devices.ranks_per_device())))
         rows.append(("driver", _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")))
         rows.append(("CUDA, ROCm", f"{torch.version.cuda}, {torch.version.hip}"))
         if kind == "cuda":
             rows.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version()))))
-            rows.append(("between devices", _output("nvidia-smi", "topo", "-m")))
+            if several > 1:
+                rows.append(("between devices", _output("nvidia-smi", "topo", "-m")))
     machine = report([], quick=False).machine
     commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
@@ -189,7 +198,8 @@ def hardware(kind: str) -> list[tuple[str, str]]:
 
 def _output(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.strip() or "not known"
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+        return re.sub(r"\x1b\[[0-9;]*m", "", found).strip() or "not known"
     except (OSError, subprocess.TimeoutExpired):
         return "not known"
 

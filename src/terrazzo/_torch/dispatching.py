@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -172,8 +174,26 @@ _is_kept: Callable[[str], bool] = private("torch._C._is_key_in_tls", _ACROSS)
 _kept: Callable[[str], Any] = private("torch._C._get_obj_in_tls", _ACROSS)
 
 
+def _takes_callers_reference() -> bool:
+    """Whether PyTorch gives back a reference to what it keeps without having taken one, as 2.11 does."""
+    value = object()
+    before = sys.getrefcount(value)
+    _keep("terrazzo: whose reference it is", value)
+    if sys.getrefcount(value) > before:
+        return False
+    _one_more_reference(value)
+    return True
+
+
+_one_more_reference = ctypes.pythonapi.Py_IncRef
+_one_more_reference.argtypes, _one_more_reference.restype = [ctypes.py_object], None
+_gives_a_reference = _takes_callers_reference()
+
+
 def set_in_thread(name: str, value: Any) -> None:
     """Set a value for this thread, and for the threads of the backward passes that it starts."""
+    if _gives_a_reference:
+        _one_more_reference(value)
     _keep(name, value)
 
 
