@@ -43,7 +43,7 @@ class Recorder:
     def __init__(self) -> None:
         self.sizes: list[tuple[list[int], list[int]]] = []
 
-    def alltoall_base(self, out, buffer, out_sizes, buffer_sizes):
+    def alltoall_base(self, out, buffer, out_sizes, buffer_sizes, options):
         self.sizes.append((out_sizes, buffer_sizes))
         return SimpleNamespace(wait=lambda *args: True)
 
