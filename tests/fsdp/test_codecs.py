@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -229,39 +230,57 @@ def live() -> int:
     return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
 
 
-def step_and_count(policy: MixedPrecisionPolicy, mesh: Any) -> tuple[weakref.ref[nn.Module], list[int]]:
-    """A model that has done some steps, and is gone, and the number of tensors after each of them."""
+class Returning:
+    """The number of live tensors at some points, to which it has to return each time that one is reached.
+
+    Gloo's threads wake who waits for a collective before they drop its tensors, which may be much later when cores are
+    busy; so tensors are counted until they are as few as before.
+    """
+
+    def __init__(self) -> None:
+        self.fewest: dict[str, int] = {}
+
+    def reach(self, point: str) -> None:
+        found = live()
+        most = self.fewest.get(point, found)
+        for _ in range(300):
+            if found <= most:
+                break
+            time.sleep(0.01)
+            found = live()
+        assert found <= most, f"{found} tensors {point}, after {most}"
+        self.fewest[point] = found
+
+
+def train_and_count(policy: MixedPrecisionPolicy, mesh: Any, tensors: Returning) -> weakref.ref[nn.Module]:
+    """A model that has done some steps, and is gone."""
     model = shard(make(), mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    counts = []
     for step in range(8):
         model.set_requires_gradient_sync(step % 2 == 0)
         model(torch.randn(2, WIDTHS[0], dtype=policy.param_dtype)).square().mean().backward()
         if step % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
-        counts.append(live())
-    return weakref.ref(model), counts
+        tensors.reach("with gradients that are kept" if step % 2 else "after a step")
+    return weakref.ref(model)
 
 
 def check_nothing_stays() -> None:
     mesh = init_device_mesh(device_type(), (2,))
     for codecs in ({}, {"gather_codec": NVFP4(), "reduce_codec": Int8Blocks(32)}):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, **codecs)
-        left = []
+        tensors = Returning()
         for _ in range(4):
-            gone, counts = step_and_count(policy, mesh)
-            left.append(live())
+            gone = train_and_count(policy, mesh, tensors)
+            tensors.reach("without a model")
             assert gone() is None
-            # A few may be there for a moment, in a thread that talks to other ranks; one more in each step would be 4.
-            assert min(counts[4::2]) <= min(counts[:4:2]) + 2 and min(counts[5::2]) <= min(counts[1:4:2]) + 2, counts
-        assert min(left[2:]) <= min(left[:2]) + 2, left
 
 
 @pytest.mark.cpu_only("the device keeps tensors of its own a while")
 def test_steps_and_models_leave_no_tensors():
-    for outcome in run_fresh(2, check_nothing_stays):  # ranks that have run other tests may still drop what these left
-        assert outcome.ok, outcome
+    outcomes = run_fresh(2, check_nothing_stays)  # ranks that have run other tests may still drop what these left
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
 
 
 class Writing(nn.Module):
