@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
+import signal
 import sys
 import types
+import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -268,6 +271,121 @@ def test_a_count_of_calls_is_refused_and_runs_eagerly():
         fast(torch.ones(2))
     fast(torch.ones(2))
     assert counting.calls == 2
+
+
+EVENTS = 0
+REFERENCES: list[Any] = []
+LOGGER = logging.getLogger("program")
+
+
+def count(*given: Any, **named: Any) -> None:
+    global EVENTS
+    EVENTS += 1
+
+
+class Finalized:
+    def __del__(self) -> None:
+        count()
+
+
+class Collections:
+    def count(self, phase: str, info: dict[str, int]) -> None:
+        count()
+
+
+class Logged(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        count()
+
+
+def by_finalizer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    def provoke() -> None:
+        made = Finalized()
+        made.itself = made  # type: ignore[attr-defined]  # only a collection frees it
+        del made
+        gc.collect()
+
+    return provoke
+
+
+def by_weak_reference(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    def renew(gone: Any = None) -> None:
+        made = Collections()
+        made.itself = made  # type: ignore[attr-defined]
+        REFERENCES.append(weakref.ref(made, renew))
+        if gone is not None:
+            count()
+
+    renew()
+    return gc.collect
+
+
+def by_callback(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    gc.callbacks.append(Collections().count)
+    return gc.collect
+
+
+def by_allocations(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    gc.callbacks.append(count)
+    gc.set_threshold(1)
+    return lambda: [[] for _ in range(100)]
+
+
+def by_signal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    signal.signal(signal.SIGUSR1, count)
+    return lambda: signal.raise_signal(signal.SIGUSR1)
+
+
+def by_warning(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    monkeypatch.setattr(warnings, "showwarning", count)
+    return lambda: warnings.warn("a warning", stacklevel=1)
+
+
+def by_log(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    monkeypatch.setattr(LOGGER, "handlers", [Logged()])
+    return lambda: logging.getLogger("program").warning("a warning")
+
+
+@pytest.fixture
+def interrupts():
+    """Collections, signals and warnings are as they were afterwards."""
+    callbacks, threshold, handler = list(gc.callbacks), gc.get_threshold(), signal.getsignal(signal.SIGUSR1)
+    gc.collect()
+    globals().update(EVENTS=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        yield
+    gc.callbacks[:] = callbacks
+    gc.set_threshold(*threshold)
+    REFERENCES.clear()
+    signal.signal(signal.SIGUSR1, handler)
+
+
+@pytest.mark.parametrize(
+    "cause", [by_finalizer, by_weak_reference, by_callback, by_allocations, by_signal, by_warning, by_log]
+)
+def test_what_interrupts_a_program_is_no_part_of_it(cause, interrupts, monkeypatch):
+    provoke = cause(monkeypatch)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        provoke()
+        return x * SCALE
+
+    callbacks = list(gc.callbacks)
+    fast = terrazzo.compile(program, backend="aot_eager", fullgraph=True)
+    assert fast(torch.ones(2)).tolist() == [1.0, 1.0]
+    assert EVENTS > 0
+    assert gc.callbacks == callbacks and gc.isenabled()
+    assert len(terrazzo.compile_report(fast).graphs) == 1
+
+
+def test_a_finalizer_of_what_the_program_makes_is_part_of_it(interrupts):
+    def program(x: torch.Tensor) -> torch.Tensor:
+        Finalized()
+        return x * 2
+
+    with pytest.raises(CaptureError, match="it changes EVENTS"):
+        terrazzo.compile(program, backend="aot_eager", fullgraph=True)(torch.ones(2))
 
 
 class Caching:

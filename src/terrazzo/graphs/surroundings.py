@@ -15,8 +15,12 @@ import array
 import dis
 import enum
 import functools
+import gc
+import inspect
+import logging
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +42,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _MOST_ITEMS = 1000  # a longer list or dict is taken for data, not settings
 _UNCOMPARABLE = (set, deque, bytearray, array.array, np.ndarray, ContextVar, threading.local)
+_COLLECTION = {"generation", "collected", "uncollectable"}  # what callbacks of the garbage collector are told
 _ANY_NAME = frozenset(("getattr", "vars", "__dict__", "attrgetter"))  # what reads attributes that code does not name
 
 
@@ -52,20 +57,32 @@ class Executed:
         self.globals: dict[tuple[CodeType, int], dict[str, Any]] = {}  # of each code, and by their id
         self.codes: set[CodeType] = set()
         self.names: set[str] = set()
+        self._collecting = False
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """A block in which this thread's calls are noted."""
-        before = sys.getprofile()
+        """A block in which this thread's calls are noted, except those that `_interrupts` or a collection makes."""
+        before, thread = sys.getprofile(), threading.get_ident()
+
+        def collect(phase: str, info: dict[str, int]) -> None:
+            if threading.get_ident() == thread:
+                self._collecting = phase == "start"
+
+        gc.callbacks.append(collect)  # the last one, so that no other callback changes its place
         sys.setprofile(self._note)
         try:
             yield
         finally:
             sys.setprofile(before)
+            gc.callbacks.remove(collect)
+            self._collecting = False
 
     def _note(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "call":
-            self.add(frame.f_code, frame.f_globals)
+        if event == "call" and not self._collecting:
+            code, variables = frame.f_code, frame.f_globals
+            known = (code, id(variables)) in self.globals or _is_of_library(variables.get("__name__"))
+            if not known and not _interrupts(frame):
+                self.add(code, variables)
 
     def add(self, code: CodeType, variables: dict[str, Any]) -> None:
         """Note code, and the globals that it uses."""
@@ -80,6 +97,28 @@ class Executed:
             if name in code.co_names:
                 return code.co_filename, code.co_firstlineno
         return None
+
+
+def _interrupts(frame: FrameType | None) -> bool:
+    """Whether a frame runs for a signal, a collection, a warning or a log record that came while the program ran."""
+    observers = (logging.Logger.handle.__code__, getattr(warnings.showwarning, "__code__", None))
+    while frame is not None and frame.f_globals.get("__name__") != "terrazzo.graphs.capture":
+        code = frame.f_code
+        count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+        given = [frame.f_locals.get(name) for name in code.co_varnames[:count]] if count else []
+        if code.co_flags & inspect.CO_VARARGS:
+            given += given.pop() or ()
+        if code in observers or any(_is_of_interpreter(one, frame) for one in given):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_of_interpreter(argument: Any, frame: FrameType) -> bool:
+    """Whether handlers of signals or callbacks of the garbage collector get such an argument."""
+    if type(argument) is dict:
+        return argument.keys() >= _COLLECTION
+    return type(argument) is FrameType and argument is frame.f_back
 
 
 def _is_of_library(module: Any) -> bool:
