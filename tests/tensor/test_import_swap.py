@@ -46,8 +46,11 @@ def public_calls(package: str) -> dict[str, Any]:
 
 def test_calls_take_what_pytorchs_take():
     theirs, ours = public_calls("torch.distributed.tensor"), public_calls("terrazzo.tensor")
-    shared = theirs.keys() & ours.keys()
-    assert len(shared) > 60
+    # PyTorch's DTensor is made by a function in C, and `inspect` sees `__init__(*args, **kwargs)`, which names nothing.
+    assert list(parameters_of(theirs["DTensor"])) == ["args", "kwargs"]
+    assert list(parameters_of(ours["DTensor"])) == ["local_tensor", "spec", "requires_grad"]
+    shared = theirs.keys() & ours.keys() - {"DTensor"}
+    assert len(shared) >= 60
     for name in shared:
         takes = parameters_of(ours[name])
         for parameter, found in parameters_of(theirs[name]).items():

@@ -51,7 +51,7 @@ def specs() -> None:
         assert spec.is_replicated() == their.is_replicated() and spec.is_sharded() == their.is_sharded()
         assert spec == x.clone()._spec and hash(spec) == hash(x.clone()._spec)
         # The constructor makes the same tensor of the same part, as a leaf.
-        again = DTensor(x.to_local(), spec, requires_grad=True)
+        again = DTensor(x.to_local(), spec, True)
         assert again._layout is x._layout and again.requires_grad and again.is_leaf
         assert torch.equal(again.to_local(), x.to_local())
         (again * 2).sum().backward()

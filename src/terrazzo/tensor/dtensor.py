@@ -216,7 +216,7 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
     _grad_wrapper: DTensor | None
     _pending: Any  # used by the subclasses for pending communication and for copied views
 
-    def __new__(cls, local_tensor: Any = None, spec: Any = None, *, requires_grad: bool = False) -> DTensor:
+    def __new__(cls, local_tensor: Any = None, spec: Any = None, requires_grad: bool = False) -> DTensor:
         made: DTensor = links.from_spec(local_tensor, spec, requires_grad)
         return made
 
