@@ -108,17 +108,17 @@ def _interrupts(frame: FrameType | None) -> bool:
         given = [frame.f_locals.get(name) for name in code.co_varnames[:count]] if count else []
         if code.co_flags & inspect.CO_VARARGS:
             given += given.pop() or ()
-        if code in observers or any(_is_of_interpreter(one, frame) for one in given):
+        if code in observers or _are_of_interpreter(given, frame):
             return True
         frame = frame.f_back
     return False
 
 
-def _is_of_interpreter(argument: Any, frame: FrameType) -> bool:
-    """Whether handlers of signals or callbacks of the garbage collector get such an argument."""
-    if type(argument) is dict:
-        return argument.keys() >= _COLLECTION
-    return type(argument) is FrameType and argument is frame.f_back
+def _are_of_interpreter(arguments: list[Any], frame: FrameType) -> bool:
+    """Whether callbacks of the garbage collector or handlers of signals get such arguments."""
+    if any(type(one) is dict and one.keys() >= _COLLECTION for one in arguments):
+        return True
+    return any(one is frame.f_back for one in arguments) and any(isinstance(one, int) for one in arguments)
 
 
 def _is_of_library(module: Any) -> bool:
