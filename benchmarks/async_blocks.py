@@ -1,4 +1,4 @@
-"""How long `async_save` holds training up, against one copy of the state in memory."""
+"""How long `async_save` holds training up, against one copy of the state to the host's memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def async_blocks(
 ) -> Implementations:
     """Ours and a copy, for a state of DTensors and a place to save it to; and what else begins a save of as much."""
     sources = [value.to_local() for value in state.values()]
-    copies = [torch.empty_like(source).fill_(0) for source in sources]
+    pinned = any(source.device.type != "cpu" for source in sources)
+    copies = [torch.empty_like(source, device="cpu", pin_memory=pinned).fill_(0) for source in sources]
     saving: list[Future[Any]] = []
 
     def wait() -> None:
