@@ -169,8 +169,9 @@ def test_memory_is_what_the_report_promises(framed):
     for outcome in run_fresh(2, check_memory, framed):
         assert outcome.ok, outcome
         for measured, promised in outcome.value:
-            # On a busy machine what arrives late was never there at the same time.
-            assert 0.6 * promised < measured < promised + 0.1, outcome.value
+            # On a busy machine what arrives late was never there at the same time, and a thread of gloo drops what it
+            # has sent late: a packed group at most.
+            assert 0.6 * promised < measured < promised + 0.5, outcome.value
         resharding, keeping, by_default = (promised for _, promised in outcome.value)
         if not framed:
             assert resharding == by_default == pytest.approx(4.5, rel=1e-5), (

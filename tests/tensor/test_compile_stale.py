@@ -10,11 +10,13 @@ import gc
 import logging
 import signal
 import sys
+import threading
 import types
 import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -255,7 +257,35 @@ def counting(x: torch.Tensor) -> torch.Tensor:
 counting.calls = 0
 
 
-@pytest.mark.parametrize(("function", "what"), [(by_set, "SEEN"), (by_deque, "QUEUE"), (by_context, "VARIABLE")])
+LOCAL = threading.local()
+
+
+def by_thread(x: torch.Tensor) -> torch.Tensor:
+    return x * getattr(LOCAL, "scale", 1.0)
+
+
+def in_another_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def test_what_a_thread_or_a_context_has_set_is_compared():
+    by_variable = terrazzo.compile(by_context, backend="aot_eager", fullgraph=True)
+    token = VARIABLE.set(3.0)
+    assert by_variable(torch.ones(2)).tolist() == [3.0, 3.0]
+    VARIABLE.reset(token)
+    assert by_variable(torch.ones(2)).tolist() == [1.0, 1.0]
+    by_local = terrazzo.compile(by_thread, backend="aot_eager", fullgraph=True)
+    assert by_local(torch.ones(2)).tolist() == [1.0, 1.0]
+    for scale in (3.0, 4.0):
+        LOCAL.scale = scale
+        assert by_local(torch.ones(2)).tolist() == [scale, scale]
+    assert in_another_thread(lambda: by_local(torch.ones(2)).tolist()) == [1.0, 1.0]
+    del LOCAL.scale
+    assert by_local(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("function", "what"), [(by_set, "SEEN"), (by_deque, "QUEUE")])
 def test_what_cannot_be_compared_is_refused_with_its_place(function, what):
     with pytest.raises(CaptureError, match=f"it uses {what} in the function at .*test_compile_stale.py") as info:
         terrazzo.compile(function, backend="aot_eager", fullgraph=True)(torch.ones(2))

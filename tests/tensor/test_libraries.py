@@ -120,3 +120,10 @@ def test_helpers_answer_as_pytorchs():
 
 def test_what_would_be_wrong_raises():
     run_ranks(2, refuses)
+
+
+def test_placements_are_printed_as_pytorchs():
+    """Under `install()`, PyTorch prints graphs by the class that is in its own place."""
+    for pair in product(ONE, repeat=2):
+        theirs_of = [getattr(theirs, type(p).__name__)(*([p.dim] if isinstance(p, Shard) else [])) for p in pair]
+        assert DTensorSpec.format_shard_order_str(pair, None) == TheirSpec.format_shard_order_str(tuple(theirs_of))

@@ -22,7 +22,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, KeysView
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
@@ -41,7 +41,7 @@ _TABLES = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _MOST_ITEMS = 1000  # a longer list or dict is taken for data, not settings
-_UNCOMPARABLE = (set, deque, bytearray, array.array, np.ndarray, ContextVar, threading.local)
+_UNCOMPARABLE = (set, deque, bytearray, array.array, np.ndarray)
 _COLLECTION = {"generation", "collected", "uncollectable"}  # what callbacks of the garbage collector are told
 _ANY_NAME = frozenset(("getattr", "vars", "__dict__", "attrgetter"))  # what reads attributes that code does not name
 
@@ -136,6 +136,44 @@ class _Cell:
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.cell.cell_contents = value
+
+
+class _Variable(_Cell):
+    """A `ContextVar`, in the context that asks."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.cell.get(None)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cell.set(value)
+
+
+class _OfThread:
+    """What a `threading.local` holds for the thread that asks, as a mapping."""
+
+    def __init__(self, local: threading.local) -> None:
+        self._local = local
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self._local)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        vars(self._local)[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del vars(self._local)[name]
+
+    def __len__(self) -> int:
+        return len(vars(self._local))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self._local))
+
+    def __contains__(self, name: object) -> bool:
+        return name in vars(self._local)
+
+    def keys(self) -> KeysView[str]:
+        return vars(self._local).keys()
 
 
 class _Attributes:
@@ -280,8 +318,8 @@ class Surroundings:
     # ------------------------------------------------------------------ the search
 
     def _search(self, label: str, value: Any) -> None:
-        """Find the containers in `value`, which is not a tensor."""
-        if id(value) in self._visited or isinstance(value, (*SCALARS, torch.Tensor)):
+        """Find the containers in `value`, which is not a tensor; what is logged, and how, is not the program's."""
+        if id(value) in self._visited or isinstance(value, (*SCALARS, torch.Tensor, logging.Filterer)):
             return
         self._visited[id(value)] = value
         if isinstance(value, nn.Module):
@@ -304,6 +342,13 @@ class Surroundings:
                 self._named(label, vars(value), self._names)
         elif isinstance(value, type):
             self._class(value)
+        elif isinstance(value, ContextVar):
+            self._value(label, _Variable(value), label, value.get(None))
+        elif isinstance(value, threading.local):
+            self._class(type(value))
+            own = _OfThread(value)
+            self._sized.append(own)  # an attribute may be new there
+            self._named(label, own, set(own) if self._any_name else self._names)
         elif isinstance(value, _UNCOMPARABLE):
             if self.uncomparable is None:
                 self.uncomparable = label, type(value).__name__

@@ -99,6 +99,21 @@ class DTensorSpec:
         return counts
 
     @property
+    def shard_order(self) -> None:
+        """None: an order other than that of the mesh dims is in the placements, as `_StridedShard`."""
+        return None
+
+    @staticmethod
+    def format_shard_order_str(placements: Sequence[Placement], shard_order: None = None) -> str:
+        """The placements in short, as PyTorch's printed graphs have them.
+
+        >>> from terrazzo.tensor import Partial, Replicate, Shard
+        >>> DTensorSpec.format_shard_order_str((Shard(0), Replicate(), Partial()))
+        'S(0)RP(sum)'
+        """
+        return "".join(map(str, placements))
+
+    @property
     def sums(self) -> list[int]:
         """The mesh dims that hold partial terms."""
         return [m for m, p in enumerate(self.placements) if p.is_partial()]

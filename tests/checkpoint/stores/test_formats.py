@@ -283,7 +283,7 @@ def test_a_killed_save_for_pytorch_leaves_nothing_that_the_next_does_not_remove(
     program = (
         "import os, signal; from terrazzo.checkpoint.formats.convert import convert; "
         f"convert({str(tmp_path / 'native')!r}, {str(tmp_path / 'dcp')!r}, 'dcp', overwrite=True, "
-        "progress=lambda name, nbytes: os.kill(os.getpid(), signal.SIGKILL))"
+        "progress=lambda name, nbytes: nbytes and os.kill(os.getpid(), signal.SIGKILL))"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(terrazzo.__file__).parents[1])}
     convert(tmp_path / "native", tmp_path / "dcp", "dcp")
