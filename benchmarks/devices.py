@@ -22,9 +22,14 @@ def ranks_per_device() -> int:
     return int(os.environ.get(RANKS_PER_DEVICE, "1"))
 
 
+def number(kind: str) -> int:
+    """How many devices of this kind there are."""
+    return _IMITATED if kind == LATE else torch.accelerator.device_count()
+
+
 def count(kind: str) -> int:
-    """How many ranks there are on devices of this kind."""
-    return _IMITATED if kind == LATE else torch.accelerator.device_count() * ranks_per_device()
+    """How many ranks there are on devices of this kind; on `late` each has a device."""
+    return number(kind) * (1 if kind == LATE else ranks_per_device())
 
 
 def join(kind: str) -> torch.device:

@@ -169,7 +169,7 @@ def counted(tests: Iterable[Test]) -> str:
 
 def hardware(kind: str) -> list[tuple[str, str]]:
     """What this was run on."""
-    several = devices.count(kind) // devices.ranks_per_device()
+    several = devices.number(kind)
     if kind == devices.LATE:
         rows = [("devices", f"{several} of `late`, which imitates an accelerator on the CPU: times say nothing")]
     else:
