@@ -21,7 +21,7 @@ from terrazzo.layout.chunking import chunk_sizes, chunk_span
 from terrazzo.layout.drawing import caption_of, grid_html
 from terrazzo.layout.grid import Grid, grid_of
 from terrazzo.layout.order import is_packed, unpacked, with_order, without_order
-from terrazzo.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard, check_placement
+from terrazzo.layout.placement import CUTS, Partial, Placement, Replicate, Shard, _StridedShard, check_placement
 
 
 class MeshLike(Protocol):
@@ -241,7 +241,7 @@ def _checked(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...
     result: list[Placement] = []
     for p in placements:
         check_placement(p)
-        if isinstance(p, (Shard, _StridedShard)):
+        if isinstance(p, CUTS):
             dim = p.dim + len(shape) if p.dim < 0 else p.dim
             if not 0 <= dim < len(shape):
                 raise PlacementsError(f"Shard(dim={p.dim}) does not exist in a tensor of shape {tuple(shape)}")

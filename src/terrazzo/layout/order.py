@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from terrazzo.errors import PlacementsError
-from terrazzo.layout.placement import Placement, Shard, _StridedShard
+from terrazzo.layout.placement import CUTS, Placement, Shard, _StridedShard
 
 
 def with_order(
@@ -48,7 +48,7 @@ def without_order(
     nesting: dict[Placement, list[int]] = {}
     for m in reversed(range(len(placements))):
         p = shown[m]
-        if not isinstance(p, (Shard, _StridedShard)):
+        if not isinstance(p, CUTS):
             continue
         outer = nesting.setdefault(placements[m], [])
         factor = p.split_factor if isinstance(p, _StridedShard) else 1
@@ -70,7 +70,7 @@ def is_packed(shown: Sequence[Placement], mesh_shape: Sequence[int], shape: Sequ
     >>> [is_packed([_StridedShard(0, split_factor=2)], (4,), (length,)) for length in (16, 12)]
     [True, False]
     """
-    dims = [p.dim for p in shown if isinstance(p, (Shard, _StridedShard))]
+    dims = [p.dim for p in shown if isinstance(p, CUTS)]
     strided = [(p, n) for p, n in zip(shown, mesh_shape, strict=True) if isinstance(p, _StridedShard)]
     return bool(strided) and all(
         p.split_factor > 1 and dims.count(p.dim) == 1 and shape[p.dim] % (p.split_factor * n) == 0 for p, n in strided

@@ -150,6 +150,10 @@ def _strided_shard(dim: int, split_factor: int) -> _StridedShard:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+CUTS = (Shard, _StridedShard)
+"""The placements that cut a dim."""
+
+
 class Replicate(Placement):
     """Each rank of the mesh dimension holds the whole tensor.
 

@@ -19,9 +19,9 @@ from terrazzo.comm.mesh import canonical_mesh
 from terrazzo.comm.observe import origin
 from terrazzo.comm.simulated import is_simulated
 from terrazzo.errors import DTensorArgumentError, DTensorError, PlacementsError
-from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard, plan_transition
+from terrazzo.layout import Layout, Partial, Placement, Replicate, plan_transition
 from terrazzo.layout.chunk import ChunkStorageMetadata
-from terrazzo.layout.placement import _StridedShard, check_placement
+from terrazzo.layout.placement import CUTS, check_placement
 from terrazzo.layout.transition import LOCAL_STEPS, Step
 from terrazzo.tensor.cross_mesh import redistribute_across
 from terrazzo.tensor.dtensor import DTensor, gradient_layout, sums_only, wrap
@@ -119,7 +119,7 @@ def _even_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Plac
     shape = list(local.shape)
     for m, p in enumerate(placements[: mesh.ndim]):
         check_placement(p)
-        if isinstance(p, (Shard, _StridedShard)):
+        if isinstance(p, CUTS):
             if not -len(shape) <= p.dim < len(shape):
                 raise PlacementsError(f"{p} does not exist in a local tensor of shape {tuple(local.shape)}")
             shape[p.dim] *= mesh.size(m)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo.comm.mesh import canonical_mesh
 from terrazzo.errors import DTensorArgumentError, DTensorError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.layout.placement import _StridedShard, check_placement
+from terrazzo.layout.placement import CUTS, check_placement
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.links import links
 from terrazzo.tensor.redistribute import redistribute_local
@@ -75,7 +75,7 @@ class DTensorSpec:
         """The number of shards, as the product of the sizes of the mesh dims that shard."""
         count = 1
         for n, p in zip(self.mesh.shape, self.placements, strict=True):
-            count *= n if isinstance(p, (Shard, _StridedShard)) else 1
+            count *= n if isinstance(p, CUTS) else 1
         return count
 
     @property
@@ -83,7 +83,7 @@ class DTensorSpec:
         """For each dim the mesh dim that shards it, -1 for none; raises if several do."""
         found = [-1] * self.ndim
         for m, p in enumerate(self.placements):
-            if isinstance(p, (Shard, _StridedShard)):
+            if isinstance(p, CUTS):
                 if found[p.dim] >= 0:
                     raise ValueError(f"mesh dims {found[p.dim]} and {m} both shard dim {p.dim}: dim_map has one each")
                 found[p.dim] = m
@@ -94,7 +94,7 @@ class DTensorSpec:
         """For each dim the number of its shards."""
         counts = [1] * self.ndim
         for n, p in zip(self.mesh.shape, self.placements, strict=True):
-            if isinstance(p, (Shard, _StridedShard)):
+            if isinstance(p, CUTS):
                 counts[p.dim] *= n
         return counts
 
@@ -124,7 +124,7 @@ class DTensorSpec:
 
     def is_sharded(self) -> bool:
         """Whether some mesh dim shards the tensor."""
-        return any(isinstance(p, (Shard, _StridedShard)) for p in self.placements)
+        return any(isinstance(p, CUTS) for p in self.placements)
 
     def shallow_copy_with_tensor_meta(self, tensor_meta: TensorMeta | None) -> DTensorSpec:
         """The same with this `tensor_meta`."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.layout.placement import _StridedShard
+from terrazzo.layout.placement import CUTS, _StridedShard
 from terrazzo.tensor.dispatch.spec import Spec
 
 _R = Replicate()
@@ -50,11 +50,11 @@ def candidates_of(
     cuts: list[tuple[int | None, int]] = []
     for dims, layout in zip(spec.ins, layouts, strict=True):
         p = layout.placements[m]
-        if isinstance(p, (Shard, _StridedShard)):
+        if isinstance(p, CUTS):
             cut = dims[p.dim], _pieces(p)
             if cut[0] is not None and cut not in cuts:
                 cuts.append(cut)
-    if isinstance(want, (Shard, _StridedShard)) and spec.outs:
+    if isinstance(want, CUTS) and spec.outs:
         cut = spec.outs[0][want.dim], _pieces(want)
         if cut[0] is not None and cut not in cuts:
             cuts.append(cut)

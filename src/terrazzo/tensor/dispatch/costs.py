@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.layout.placement import _StridedShard
+from terrazzo.layout.placement import CUTS, _StridedShard
 from terrazzo.tensor.dispatch.candidates import Candidate
 from terrazzo.tensor.dispatch.spec import Dims, Spec
 
@@ -71,7 +71,7 @@ class Sizes:
                 received += self._size(layout.shape, spec.ins[i], [c.ins[i] for c in self.chosen], m) * part
         for j, (shape, placement) in enumerate(zip(spec.shapes, candidate.outs, strict=True)):
             size = self._size(shape, spec.outs[j], [c.outs[j] for c in self.chosen], m)
-            left += size / n if isinstance(placement, (Shard, _StridedShard)) else size
+            left += size / n if isinstance(placement, CUTS) else size
             terms += 2 * size * share if isinstance(placement, Partial) else 0.0
         if candidate.factor is None and any(isinstance(p, Partial) for p in candidate.ins):
             return Cost(received, terms, left, not spec.keeps_terms)
@@ -84,7 +84,7 @@ class Sizes:
         mesh_shape = self.layouts[0].mesh_shape
         for k, n in enumerate(mesh_shape):
             if k < m:
-                cut = isinstance(chosen[k], (Shard, _StridedShard))
+                cut = isinstance(chosen[k], CUTS)
             else:
                 cut = k > m and not self.spec.acceptable and any(f in dims for f in self._sharded_on(k))
             if cut:
@@ -94,7 +94,7 @@ class Sizes:
     def _sharded_on(self, k: int) -> list[int]:
         """The factors that operands are sharded on along mesh dim `k`."""
         placed = zip(self.spec.ins, [layout.placements[k] for layout in self.layouts], strict=True)
-        return [f for dims, p in placed if isinstance(p, (Shard, _StridedShard)) and (f := dims[p.dim]) is not None]
+        return [f for dims, p in placed if isinstance(p, CUTS) and (f := dims[p.dim]) is not None]
 
 
 def _part(layout: Layout, need: Placement, m: int) -> float:

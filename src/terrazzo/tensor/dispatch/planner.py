@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.layout import Layout, Replicate, Shard
-from terrazzo.layout.placement import _StridedShard
+from terrazzo.layout import Layout, Replicate
+from terrazzo.layout.placement import CUTS, _StridedShard
 from terrazzo.tensor.dispatch.candidates import Candidate, candidates_of
 from terrazzo.tensor.dispatch.costs import Cost, Sizes
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Joined, LocalFunction, Spec
 
 _R = Replicate()
-_CUTS = (Shard, _StridedShard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,4 +132,4 @@ def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> Cal
 
 def _cast_dims(src: Layout, dst: Layout, varying: tuple[int, ...]) -> tuple[int, ...]:
     # The gradient of a gather for a varying computation is reduce-scattered, so it needs no cast.
-    return tuple(m for m in varying if dst.placements[m] is _R and not isinstance(src.placements[m], _CUTS))
+    return tuple(m for m in varying if dst.placements[m] is _R and not isinstance(src.placements[m], CUTS))

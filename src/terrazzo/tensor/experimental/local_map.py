@@ -14,8 +14,8 @@ from terrazzo._torch.dispatching import functional_collectives, tree_flatten, tr
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather
 from terrazzo.errors import LocalMapError, PlacementMismatchError, UnsupportedCallError
-from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.layout.placement import _StridedShard, check_placement
+from terrazzo.layout import Layout, Partial, Placement, Replicate
+from terrazzo.layout.placement import CUTS, check_placement
 from terrazzo.tensor.convert import current_mesh
 from terrazzo.tensor.dtensor import DTensor
 
@@ -248,7 +248,7 @@ class _Region:
         assert coordinate is not None
         shape = []
         for dim, length in enumerate(local.shape):
-            shards = [(m, p) for m, p in enumerate(placements) if isinstance(p, (Shard, _StridedShard))]
+            shards = [(m, p) for m, p in enumerate(placements) if isinstance(p, CUTS)]
             cut = [m for m, p in shards if p.dim % local.ndim == dim]
             line = tuple(slice(None) if m in cut else coordinate[m] for m in range(self.mesh.ndim))
             shape.append(int(table[(*line, dim)].sum()) if cut else length)
