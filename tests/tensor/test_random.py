@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -254,33 +255,38 @@ def test_dropout() -> None:
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that results of operations held at one time."""
+    """The most bytes that results of operations held at one time, and which operations had made these."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.most = 0
+        self.held: Counter[str] = Counter()
+        self.held_most: Counter[str] = Counter()
         self._storages = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:  # a plan's, which take no memory
                 storage = tensor.untyped_storage()
                 if storage not in self._storages:
-                    self._storages[storage] = Freed(self, storage.nbytes())
-        self.most = max(self.most, self.now)
+                    self._storages[storage] = Freed(self, str(func), storage.nbytes())
+        if self.now > self.most:
+            self.most, self.held_most = self.now, self.held.copy()
         return result
 
 
 class Freed:
     """Counts bytes for as long as it lives."""
 
-    def __init__(self, peak: Peak, nbytes: int) -> None:
-        self._peak, self._nbytes = peak, nbytes
+    def __init__(self, peak: Peak, name: str, nbytes: int) -> None:
+        self._peak, self._name, self._nbytes = peak, name, nbytes
         peak.now += nbytes
+        peak.held[name] += nbytes
 
     def __del__(self) -> None:
         self._peak.now -= self._nbytes
+        self._peak.held[self._name] -= self._nbytes
 
 
 @contextmanager
@@ -288,7 +294,7 @@ def bytes_an_element(limit: float, count: int, name: str) -> Iterator[None]:
     with Peak() as peak:
         yield
     assert peak.most <= limit * count + (1 << 17), (
-        f"{name} needs {peak.most / count:.2f} bytes an element, {limit} are allowed"
+        f"{name} needs {peak.most / count:.2f} bytes an element, {limit} are allowed: {peak.held_most.most_common(5)}"
     )
 
 

@@ -221,7 +221,7 @@ def test_any_request_fails_for_good(s3: S3Server, proxy: FaultProxy, tmp_path: P
         before = tmp_path / "again"
     at, failed = 0, 0
     while True:
-        store = ObjectStore(f"s3://{BUCKET}/{uuid.uuid4().hex}", lease_seconds=0.0, **settings)
+        store = ObjectStore(f"s3://{BUCKET}/{uuid.uuid4().hex}", lease_seconds=-1.0, **settings)
         place = Place(store) / "file.pt" if to == "torch_save" else store
         proxy.reset(lambda method, path, number, at=at: ("status", 503) if at <= number < at + 1000 else None)
         try:
@@ -272,7 +272,7 @@ def test_a_killed_conversion_to_deepspeed_is_no_checkpoint(s3: S3Server, proxy: 
         Checkpoint(store)
     with pytest.raises(CheckpointExistsError, match="an hour"):
         convert(tmp_path / "native", store, "deepspeed")
-    store = ObjectStore(url, lease_seconds=0.0, **s3.settings())
+    store = ObjectStore(url, lease_seconds=-1.0, **s3.settings())
     convert(tmp_path / "native", store, "deepspeed", stage=2)
     assert differences(tmp_path / "tag", store) == []
 

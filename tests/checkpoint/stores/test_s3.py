@@ -212,7 +212,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(s3: S3Server, proxy: Fault
 def test_any_request_fails_for_good(s3: S3Server, proxy: FaultProxy, status: int) -> None:
     """The save fails, and what was there before is there, or it succeeds; the next one tidies up."""
     place = f"s3://{BUCKET}/{uuid.uuid4().hex}"
-    store = ObjectStore(place, lease_seconds=0.0, **proxy.settings(s3.settings()))
+    store = ObjectStore(place, lease_seconds=-1.0, **proxy.settings(s3.settings()))
     before, failed, at = 0.0, 0, 0
     save(state(before), store=store, no_dist=True)
     while True:
@@ -386,7 +386,7 @@ def test_a_killed_upload_leaves_nothing_that_a_later_save_does_not_remove(s3: S3
         os.kill(job.pid, signal.SIGKILL)
         job.wait()
     assert len(names(store)) > 3 and value_at(store) == 1.0
-    threading.Event().wait(1.5)
+    threading.Event().wait(3.0)  # the lease's second, and one each for two dates, which S3 tells in whole seconds
     save(state(2.0), store=store, no_dist=True)
     assert len(names(store)) == 2 and value_at(store) == 2.0
 
