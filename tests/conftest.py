@@ -85,7 +85,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def on_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Where `run_ranks` and `run_fresh` call the checks of this test."""
+    """Where `run_ranks`, `run_fresh` and `fresh_values` call the checks of this test."""
     way = getattr(request, "param", "cpu")
     ranks.on_late = way != "cpu"
     if ranks.on_late:
@@ -99,7 +99,7 @@ def on_device(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _sends_checks(test: Any) -> bool:
-    return bool({"run_ranks", "run_fresh"} & set(test.__code__.co_names))
+    return bool({"fresh_values", "run_fresh", "run_ranks"} & set(test.__code__.co_names))
 
 
 @pytest.hookimpl(tryfirst=True)

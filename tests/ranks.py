@@ -26,8 +26,19 @@ import torch
 
 from terrazzo import testing
 from terrazzo.testing import Outcome, RanksFailed, preload
+from terrazzo.testing.pool import in_order_of_failure
 
-__all__ = ["WORLDS", "Outcome", "RanksFailed", "close_all", "device_type", "preload", "run_fresh", "run_ranks"]
+__all__ = [
+    "WORLDS",
+    "Outcome",
+    "RanksFailed",
+    "close_all",
+    "device_type",
+    "fresh_values",
+    "preload",
+    "run_fresh",
+    "run_ranks",
+]
 
 WORLDS = (1, 2, 4)
 """Each keeps its processes until the session ends, so there are few."""
@@ -63,6 +74,15 @@ def run_fresh(world: int, fn: Callable[..., Any], *args: Any, **more: Any) -> li
 
         return late_ranks.fresh_on(world, fn, args, **more)
     return testing.run_fresh(world, fn, *args, **more)
+
+
+def fresh_values(world: int, fn: Callable[..., Any], *args: Any, **more: Any) -> list[Any]:
+    """What `fn` returned on new ranks. If one failed, the error shows all of them, the one that failed first first."""
+    __tracebackhide__ = True
+    outcomes = run_fresh(world, fn, *args, **more)
+    if not all(outcome.ok for outcome in outcomes):
+        raise RanksFailed("\n".join([f"in {fn.__qualname__}:", *map(str, in_order_of_failure(outcomes))]))
+    return [outcome.value for outcome in outcomes]
 
 
 def close_all() -> None:

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from _pytest.assertion.rewrite import PYC_TAIL, get_cache_dir
 
 import ranks
-from ranks import RanksFailed, run_fresh, run_ranks
+from ranks import RanksFailed, fresh_values, run_fresh, run_ranks
 from terrazzo.testing import pool
 from terrazzo.testing.process import _TestLoader
 
@@ -218,6 +219,22 @@ def test_fresh_ranks_report_each_outcome():
     assert "LookupError: on purpose" in failed.error and failed.exitcode is None and not failed.ok
     assert returned.ok and returned.value == {"rank": 2}
     assert hung.hung and "in each_its_own_way" in hung.stacks and hung.output == "staying\n" and not hung.ok
+
+
+def fail_one_after_the_other():
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        raise LookupError("the cause")
+    store.wait(["never"], timedelta(seconds=1))
+
+
+def test_of_fresh_ranks_that_should_all_return_the_first_failure_is_shown_first():
+    with pytest.raises(RanksFailed) as caught:
+        fresh_values(3, fail_one_after_the_other)
+    title, first, *_ = str(caught.value).splitlines()
+    assert title == "in fail_one_after_the_other:" and first == "=== rank 1 failed"
+    assert str(caught.value).index("LookupError: the cause") < str(caught.value).index("=== rank 0 failed")
+    assert fresh_values(2, dist.get_rank) == [0, 1]
 
 
 def survive():

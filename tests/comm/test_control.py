@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from ranks import run_fresh, run_ranks
+from ranks import fresh_values, run_fresh, run_ranks
 from terrazzo.comm.control import ControlPlane
 from terrazzo.errors import CommError, CommTimeout, RankError, RankFailure, TerrazzoError
 
@@ -180,10 +180,7 @@ def wait_for_a_late_rank() -> tuple[str, tuple[int, ...], float]:
 
 
 def test_a_rank_that_comes_late_is_named_and_told() -> None:
-    outcomes = run_fresh(4, wait_for_a_late_rank, timeout=40)
-    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
-    for outcome in outcomes:
-        text, missing, waited = outcome.value
+    for text, missing, waited in fresh_values(4, wait_for_a_late_rank, timeout=40):
         assert missing == (2,) and "no answer from ranks [2]: still running" in text  # the same on rank 2 itself
         assert "0.8 s" in text and waited < 10
 
@@ -263,8 +260,7 @@ def recover() -> None:
 
 
 def test_a_group_gets_new_connections_after_a_failure() -> None:
-    outcomes = run_fresh(2, recover, timeout=60)
-    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    fresh_values(2, recover, timeout=60)
 
 
 def misuse() -> None:

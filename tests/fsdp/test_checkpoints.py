@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.compare import Model, adamw, batches, loss_of, shard_blocks, whole
 from fsdp.test_tensor_parallel import Stack, parallel
-from ranks import device_type, run_fresh, run_ranks
+from ranks import device_type, fresh_values, run_ranks
 from terrazzo.checkpoint import load, save
 from terrazzo.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 from terrazzo.fsdp import fully_shard
@@ -84,9 +84,8 @@ def test_saved_on_four_ranks_loaded_on_two_one_and_three(tmp_path, kind):
     for world, other in ((2, "blocks"), (2, "other dim"), (2, "root"), (1, "blocks"), (1, "plain"), (4, "other dim")):
         assert_alike(run_ranks(world, load_and_train, other, path)[0], expected)
     if kind == "blocks":
-        for outcome in run_fresh(3, load_and_train, "blocks", path):
-            assert outcome.ok, outcome
-            assert_alike(outcome.value, expected)
+        for value in fresh_values(3, load_and_train, "blocks", path):
+            assert_alike(value, expected)
 
 
 def test_into_ddp_and_back(tmp_path):

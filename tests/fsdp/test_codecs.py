@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fsdp.codec_losses import WAYS, ends_of
 from fsdp.compare import Counted
-from ranks import device_type, run_fresh, run_ranks
+from ranks import device_type, fresh_values, run_ranks
 from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp import (
     MXFP8,
@@ -279,8 +279,7 @@ def check_nothing_stays() -> None:
 
 @pytest.mark.cpu_only("the device keeps tensors of its own a while")
 def test_steps_and_models_leave_no_tensors():
-    outcomes = run_fresh(2, check_nothing_stays)  # ranks that have run other tests may still drop what these left
-    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    fresh_values(2, check_nothing_stays)  # ranks that have run other tests may still drop what these left
 
 
 class Writing(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp.compare import Model, adamw, batches, checked, loss_of, shard_blocks, train_alike, whole
 from fsdp.test_kept import bytes_kept, bytes_unsharded
-from ranks import run_fresh
+from ranks import fresh_values
 from terrazzo.checkpoint import load, save
 from terrazzo.fsdp import DataParallelMeshDims, fully_shard
 from terrazzo.fsdp.report import report
@@ -192,5 +192,4 @@ def check_all(folder: str) -> None:
 
 @pytest.mark.proof
 def test_eight_ranks(tmp_path):
-    outcomes = run_fresh(8, check_all, str(tmp_path), timeout=500)
-    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    fresh_values(8, check_all, str(tmp_path), timeout=500)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.compare import OUTPUTS, WIDTH, Block, Model, adamw, apart, batches, loss_of, mine, shard_blocks
-from ranks import run_fresh, run_ranks
+from ranks import fresh_values, run_fresh, run_ranks
 from terrazzo._torch.groups import without_groups
 from terrazzo._torch.storages import HAS_ACCESS_ERRORS
 from terrazzo.errors import DivergedRanksError, DTensorArgumentError, FSDPError, FSDPValueError
@@ -212,9 +212,8 @@ def check_skipped() -> str:
 
 
 def test_a_rank_that_skips_a_module_is_named():
-    for outcome in run_fresh(2, check_skipped):
-        assert outcome.ok, outcome
-        assert "ranks ran different modules" in outcome.value and "rank 0 run blocks.1, rank 1 " in outcome.value
+    for value in fresh_values(2, check_skipped):
+        assert "ranks ran different modules" in value and "rank 0 run blocks.1, rank 1 " in value
 
 
 class Swapping(Model):
@@ -241,9 +240,8 @@ def check_swapped() -> str:
 
 
 def test_ranks_that_run_modules_in_another_order_are_told():
-    for outcome in run_fresh(2, check_swapped):
-        assert outcome.ok, outcome
-        assert "ranks ran different modules" in outcome.value and "rank 0 run blocks.0, rank 1 " in outcome.value
+    for value in fresh_values(2, check_swapped):
+        assert "ranks ran different modules" in value and "rank 0 run blocks.0, rank 1 " in value
 
 
 def begin_together() -> None:
@@ -274,12 +272,11 @@ def check_small(in_first_step: bool) -> str:
 @pytest.mark.parametrize("in_first_step", [False, True])
 def test_small_groups_are_not_mixed_up_and_end_no_process(in_first_step):
     """gloo would end the process in which a collective meets one of another size."""
-    for outcome in run_fresh(2, check_small, in_first_step):
-        assert outcome.ok, outcome
+    for value in fresh_values(2, check_small, in_first_step):
         if in_first_step:
-            assert "then unshard blocks.1" in outcome.value and "then unshard blocks.2" in outcome.value
+            assert "then unshard blocks.1" in value and "then unshard blocks.2" in value
         else:
-            assert "rank 0 run blocks.1, rank 1 run blocks.2" in outcome.value
+            assert "rank 0 run blocks.1, rank 1 run blocks.2" in value
 
 
 def name_who_is_absent(model: Any, absent: int) -> str:
@@ -331,9 +328,8 @@ def check_forward_alone() -> str:
 
 
 def test_a_rank_that_alone_begins_a_forward_is_named():
-    for outcome in run_fresh(2, check_forward_alone):
-        assert outcome.ok, outcome
-        first, second = (line for line in outcome.value.splitlines() if "was at event" in line)
+    for value in fresh_values(2, check_forward_alone):
+        first, second = (line for line in value.splitlines() if "was at event" in line)
         assert "rank 0" in first and first.endswith("then begin a forward, or unshard()")
         assert "rank 1" in second and "then reduce" in second and "begin" not in second
 
@@ -349,10 +345,9 @@ def check_absent_from_a_grid() -> str:
 
 @pytest.mark.long
 def test_other_replicas_name_it_too():
-    for outcome in run_fresh(4, check_absent_from_a_grid)[:3]:
-        assert outcome.ok, outcome
-        assert "rank 3 is not in a collective of this model" in outcome.value
-        assert all(f"rank {rank} was at event" in outcome.value for rank in (0, 1, 2))
+    for value in fresh_values(4, check_absent_from_a_grid)[:3]:
+        assert "rank 3 is not in a collective of this model" in value
+        assert all(f"rank {rank} was at event" in value for rank in (0, 1, 2))
 
 
 def check_unsharded_parameters() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from device_ranks import run_on_devices
 from fsdp.compare import Model, batches, loss_of, mine, shard_blocks, train_alike
-from ranks import run_fresh, run_ranks
+from ranks import fresh_values, run_ranks
 from terrazzo.fsdp import fully_shard
 from terrazzo.fsdp.run import memory
 from terrazzo.fsdp.run.memory import ReturnableMemory
@@ -195,9 +195,8 @@ def check_captured() -> set[str]:
 
 
 def test_parameters_kept_after_their_module_finished():
-    for outcome in run_fresh(2, check_captured):
-        assert outcome.ok, outcome.error
-        assert outcome.value == ({"raised"} if memory._HAS_MESSAGES else {"raised", "nan"})
+    for value in fresh_values(2, check_captured):
+        assert value == ({"raised"} if memory._HAS_MESSAGES else {"raised", "nan"})
 
 
 class Table(nn.Module):

@@ -12,7 +12,7 @@ import torch
 
 import terrazzo
 from installed import needs
-from ranks import run_fresh
+from ranks import fresh_values
 
 needs("accelerate", "transformers", "peft")
 
@@ -83,11 +83,9 @@ def check_all(folder: str) -> None:
 
 @pytest.mark.long
 def test_accelerate_peft_and_the_trainer(tmp_path):
-    outcomes = run_fresh(2, check_all, str(tmp_path), timeout=400)
-    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    fresh_values(2, check_all, str(tmp_path), timeout=400)
 
 
 @pytest.mark.long
 def test_accelerate_with_whole_checkpoints(tmp_path):
-    outcomes = run_fresh(2, check_accelerate, str(tmp_path), LONG, timeout=400)
-    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    fresh_values(2, check_accelerate, str(tmp_path), LONG, timeout=400)

@@ -28,7 +28,7 @@ import terrazzo.checkpoint
 import terrazzo.fsdp
 import terrazzo.tensor
 from engine.runs import config, make_model
-from ranks import run_fresh, run_ranks
+from ranks import fresh_values, run_ranks
 from terrazzo.engine import initialize
 from terrazzo.errors import EngineConfigError
 from terrazzo.integrations.installing import MODULES, InstallWarning
@@ -294,8 +294,7 @@ def check_objects_of_pytorch() -> None:
 
 
 def test_objects_of_pytorch_work_and_are_pickled_as_ever():
-    (outcome,) = run_fresh(1, check_objects_of_pytorch)
-    assert outcome.ok, outcome
+    fresh_values(1, check_objects_of_pytorch)
 
 
 @pytest.mark.filterwarnings("ignore::terrazzo.integrations.installing.InstallWarning")  # of other tests' modules

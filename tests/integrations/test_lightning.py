@@ -14,7 +14,7 @@ import torch.distributed.fsdp
 import terrazzo
 import terrazzo.checkpoint
 from installed import needs
-from ranks import run_fresh
+from ranks import fresh_values
 from terrazzo.errors import FSDPValueError, UnsupportedValueError
 from terrazzo.tensor import DTensor
 
@@ -46,8 +46,7 @@ def check_lightning(folder: str) -> None:
 
 @pytest.mark.long
 def test_lightning(tmp_path):
-    outcomes = run_fresh(2, check_lightning, str(tmp_path / "saved"), timeout=300)
-    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    fresh_values(2, check_lightning, str(tmp_path / "saved"), timeout=300)
 
 
 def mean(losses: list[float]) -> list[float]:
@@ -184,8 +183,7 @@ def check_one_process(folder: str) -> None:
 
 
 def run_all(world: int, check, *args: str) -> None:
-    outcomes = run_fresh(world, check, *args, timeout=300)
-    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    fresh_values(world, check, *args, timeout=300)
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import terrazzo
-from ranks import run_fresh
+from ranks import fresh_values
 from terrazzo.checkpoint import Checkpoint
 
 for needed in ("torchtitan", "spmd_types", "tyro"):
@@ -242,9 +242,7 @@ def check_alone(folder: str) -> list[float]:
 
 
 def values(world: int, function: Any, *args: Any) -> list[Any]:
-    outcomes = run_fresh(world, function, *args, timeout=600)
-    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
-    return [outcome.value for outcome in outcomes]
+    return fresh_values(world, function, *args, timeout=600)
 
 
 @pytest.mark.long

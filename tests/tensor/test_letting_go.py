@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ranks import run_fresh, run_ranks
+from ranks import fresh_values, run_ranks
 from terrazzo.comm import axis_of, axis_over
 from terrazzo.comm.mesh import canonical_mesh
 from terrazzo.fsdp import fully_shard
@@ -122,5 +122,4 @@ def a_group_of_a_mesh_that_is_destroyed() -> None:
 
 def test_meshes_are_freed_when_their_group_is_destroyed():
     for check in (meshes_of_a_group_that_is_destroyed, a_group_of_a_mesh_that_is_destroyed):
-        for outcome in run_fresh(1, check):
-            assert outcome.ok, outcome
+        fresh_values(1, check)

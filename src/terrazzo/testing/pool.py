@@ -58,6 +58,7 @@ class Outcome:
     hung: bool = False
     stacks: str = ""  # of all its threads, if it hung
     output: str = ""  # what it wrote to stdout and stderr
+    after: int = 0  # how many ranks had returned, failed or died before it
 
     @property
     def ok(self) -> bool:
@@ -173,7 +174,12 @@ def _raise_failures(request: Request, outcomes: Sequence[Outcome]) -> None:
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if failed:
         title = f"{len(failed)} of {len(outcomes)} ranks failed in {request.module}.{request.function}"
-        raise RanksFailed("\n".join([title, *map(str, outcomes)]))
+        raise RanksFailed("\n".join([title, *map(str, in_order_of_failure(outcomes))]))
+
+
+def in_order_of_failure(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The outcomes, those of ranks that failed first; others often fail later because of the first one."""
+    return sorted(outcomes, key=lambda outcome: (outcome.ok, outcome.hung, outcome.after))
 
 
 # ------------------------------------------------------------------ the processes
@@ -243,7 +249,7 @@ class World:
                 if not ready or not any(source in ready for source in rank.sources):
                     continue
                 outcome, threads = rank.outcome()
-                outcomes[rank.index] = outcome
+                outcomes[rank.index] = replace(outcome, after=len(outcomes))
                 self.is_worn = self.is_worn or threads > _MAX_THREADS
                 if not outcome.ok:
                     deadline = min(deadline, time.monotonic() + grace)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from late_ranks import run_late
-from ranks import run_fresh
+from ranks import fresh_values
 from terrazzo.errors import LateDeviceError
 from terrazzo.testing import late
 
@@ -88,8 +88,7 @@ def run_schedules() -> None:
 
 
 def test_schedules():
-    (outcome,) = run_fresh(1, run_schedules)
-    assert outcome.ok, str(outcome)
+    fresh_values(1, run_schedules)
 
 
 # ------------------------------------------------------------------ streams, events, memory
@@ -200,5 +199,4 @@ def test_the_device_is_started_once():
         late.init(devices=17)
     with pytest.raises(LateDeviceError, match="`backend_name` must be 'late' or 'nccl', not 'gloo'"):
         late.init(backend_name="gloo")
-    (outcome,) = run_fresh(1, check_start)
-    assert outcome.ok, str(outcome)
+    fresh_values(1, check_start)
