@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 import terrazzo
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointableTensor
-from terrazzo.errors import CheckpointExistsError
+from terrazzo.errors import CheckpointExistsError, DivergentValueError, DivergentValueWarning
 from terrazzo.integrations.installing import InstallWarning
 
 
@@ -101,6 +101,31 @@ def save_as_the_s3_connector(folder: str) -> None:
         dcp.save({f"w{rank}": torch.full((3,), float(rank)), "both": torch.ones(2)}, storage_writer=Writer(folder))
     finally:
         terrazzo.uninstall()
+
+
+def save_what_differs(folder: str) -> list[str]:
+    state = {"rng": torch.tensor([torch.distributed.get_rank()] * 5), "seen": [torch.distributed.get_rank()], "step": 7}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        terrazzo.install()
+        try:
+            for _ in range(2):
+                dcp.save(state, checkpoint_id=folder)
+            dcp.async_save(state, checkpoint_id=folder).result()
+        finally:
+            terrazzo.uninstall()
+    with pytest.raises(DivergentValueError, match="'rng', 'seen'"):
+        terrazzo.checkpoint.save(state, checkpoint_id=folder)
+    return [str(each.message) for each in told if each.category is DivergentValueWarning]
+
+
+def test_of_values_that_differ_between_ranks_one_is_saved_with_one_warning(tmp_path: Path) -> None:
+    """PyTorch takes any rank's, silently: trainers have their generators' states and positions in the data there."""
+    for told in run_ranks(2, save_what_differs, str(tmp_path)):
+        (text,) = told
+        assert "'rng', 'seen'" in text and "'step'" not in text
+    found = Checkpoint(tmp_path)
+    assert found["rng"][...].tolist() == [0] * 5 and found["seen"] == [0] and found["step"] == 7
 
 
 def test_ranks_whose_writer_places_files_itself_write_apart(tmp_path: Path) -> None:

@@ -20,21 +20,21 @@ from terrazzo.errors import CheckpointFormatError, ConflictError
 MARKER: Final = ".metadata"
 _TEXT: Final = f"a checkpoint of terrazzo, whose table of contents is {MANIFEST}; load it with terrazzo\n"
 _LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
-_told = False  # in a process that saves for another process: whether that one wants the file
+_told = False  # in a process that saves for another process: what `for_torch` is in that one
 
 
-def wanted() -> bool:
-    """Whether this process runs a program for PyTorch's checkpoints, which looks for the file."""
+def for_torch() -> bool:
+    """Whether this process runs, or saves for, a program for PyTorch's checkpoints, under `terrazzo.install()`."""
     from terrazzo._torch import replaced  # imports PyTorch, for which who only looks at a checkpoint does not wait
 
     return _told or replaced.any_replaced()
 
 
 @contextmanager
-def as_told(wanted: bool) -> Iterator[None]:
-    """A context manager inside which `wanted` has the value of the process that this one saves for."""
+def as_told(value: bool) -> Iterator[None]:
+    """A context manager inside which `for_torch` has the value of the process that this one saves for."""
     global _told
-    before, _told = _told, wanted
+    before, _told = _told, value
     try:
         yield
     finally:
@@ -58,7 +58,7 @@ def check_is_newest(folder: Path | None) -> None:
 
 def leave(store: Store) -> None:
     """Write the file if it is wanted and missing; called after the commit."""
-    if not wanted():
+    if not for_torch():
         return
     try:
         store.put(MARKER, _TEXT.encode(), only_if=ABSENT)

@@ -25,6 +25,7 @@ from terrazzo.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
 )
+from terrazzo.checkpoint.native import marker
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
@@ -85,7 +86,8 @@ class DefaultSavePlanner(SavePlanner):
     replicated values that may differ, of which the lowest rank's is kept. That is also done, with one
     `DivergentValueWarning`, for the running statistics of batch norm and for plain scalars (`loss.item()`), which
     commonly differ; values of all other names must be equal on all ranks that hold them, or `DivergentValueError` is
-    raised. `allow_pickle` stores values that have no typed form as pickles.
+    raised; under `terrazzo.install()` it is the lowest rank's, with the warning, for all names, because PyTorch takes
+    the value of any rank. `allow_pickle` stores values that have no typed form as pickles.
     """
 
     def __init__(
@@ -324,8 +326,9 @@ class DefaultSavePlanner(SavePlanner):
             if claim.holders is None and row.value is not None and not claim.lowest and len(self.ranks) > 1
         ]
         contents = _digests_of([rows[place].value for place in compared])
+        programs_of_torch = marker.for_torch()  # PyTorch writes any rank's value, and says nothing
         for place, content in zip(compared, contents, strict=True):
-            lenient = _is_lenient(claims[place].name, rows[place].value)
+            lenient = programs_of_torch or _is_lenient(claims[place].name, rows[place].value)
             claims[place] = msgspec.structs.replace(claims[place], content=content, lenient=lenient)
 
     def items_of(self, plan: SavePlan, rows: Sequence[Row]) -> list[WriteItem]:

@@ -48,7 +48,7 @@ class _Order:
     limit: timedelta | None
     parcel: Parcel
     new_buffer: bool  # shared memory follows; if not, it is the same as last time
-    marked: bool  # see native.marker
+    for_torch: bool  # see native.marker
 
 
 class _Meeting(msgspec.Struct, array_like=True, frozen=True):
@@ -113,7 +113,7 @@ class ProcessSaver:
             None if session.team.plane is None else session.team.plane.timeout,
             parcel,
             buffer is not self._sent,
-            marker.wanted(),
+            marker.for_torch(),
         )
         # Not `send`: it would move tensors of the planner, the writer and the values to shared memory, also for the
         # caller. Only the buffer should be there.
@@ -188,7 +188,7 @@ def _outcome(order: _Order, buffer: torch.Tensor | None, ranks: tuple[int, ...],
         session = order.session
         if len(ranks) > 1:
             session.team = with_plane(session.team, lambda: _plane_of(ranks, order.limit))
-        with marker.as_told(order.marked):
+        with marker.as_told(order.for_torch):
             return pickle.dumps(session.run(lambda: _unpack(order.parcel, buffer)))
     except BaseException as error:
         error.__traceback__ = None
