@@ -123,12 +123,13 @@ class Tree:
         theirs = [module, *SUBMODULES.get(module, [])]
         if self._peer != "terrazzo":
             return theirs
-        # Private modules of a package have its names; terrazzo's are in the package itself.
+        # Private modules of a package have its names; terrazzo's are in the package itself, or those for libraries.
         family = next(f for f in FAMILY if module == f or module.startswith(f"{f}."))
         root, parts = OURS[family], module[len(family) :].strip(".").split(".")
         public = [p for p in parts if p and not p.startswith("_") and (p != "api" or root != "terrazzo.tensor")]
         ours = [".".join([root, *public]), ".".join([root, *public[:1]]), root]
-        return [*ours[: 2 if public else 1], *theirs]
+        libraries = ["terrazzo.tensor.libraries"] if root == "terrazzo.tensor" else []
+        return [*ours[: 2 if public else 1], *libraries, *theirs]
 
 
 class _Asks(ast.NodeTransformer):

@@ -25,9 +25,13 @@ def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tenso
         for box, local in Viewer().view(index.fqn, tensor).chunks:
             if tuple(index.offset) == box.offsets:
                 return local
-        raise IndexMismatchError(f"FQN {index.fqn!r}: this rank has no chunk at {tuple(index.offset)}")
+        raise IndexMismatchError(
+            f"FQN {index.fqn!r}: this rank has no chunk at {tuple(index.offset)} (Could not find shard)"
+        )
     if index.offset is not None and any(index.offset):
-        raise IndexMismatchError(f"FQN {index.fqn!r} is a plain tensor, which has no chunk at {tuple(index.offset)}")
+        raise IndexMismatchError(
+            f"FQN {index.fqn!r} is a plain tensor and no ShardedTensor: it has no chunk at {tuple(index.offset)}"
+        )
     return tensor
 
 
@@ -43,5 +47,7 @@ def find_state_dict_object(state_dict: STATE_DICT_TYPE, index: MetadataIndex) ->
     if isinstance(value, torch.Tensor) or is_sharded(value):
         return find_tensor_shard(value, index)
     if index.offset is not None:
-        raise IndexMismatchError(f"FQN {index.fqn!r} is not a tensor, so it has no chunk at {tuple(index.offset)}")
+        raise IndexMismatchError(
+            f"FQN {index.fqn!r} is not a tensor, nor a ShardedTensor: it has no chunk at {tuple(index.offset)}"
+        )
     return value

@@ -132,11 +132,15 @@ def _check_arguments(modules: list[nn.Module], reshard_after_forward: Any) -> No
         if not isinstance(module, nn.Module):
             raise FSDPValueError(f"fully_shard expected an nn.Module or a list of them, not {type(module).__name__}")
         if isinstance(module, FSDPModule):
-            raise FSDPValueError(f"fully_shard was called twice on the same {type(module).__name__}")
+            raise FSDPValueError(
+                f"fully_shard was called twice on the same {type(module).__name__}: each distinct composable "
+                "distributed API can only be applied to a module once"
+            )
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
             raise FSDPValueError(
-                f"{type(module).__name__} has no forward, before which its parameters would be gathered: call "
-                "fully_shard on the modules in it, or on a list of them to make them one group"
+                f"fully_shard does not support containers that do not implement forward, before which parameters are "
+                f"gathered: {type(module).__name__}; call it on the modules in this one, or on a list of them to make "
+                "them one group"
             )
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool | int)):
         raise FSDPValueError(

@@ -116,8 +116,8 @@ class DataMesh:
         mesh = _default_mesh() if mesh is None else mesh
         if mesh.ndim not in (1, 2):
             raise FSDPValueError(
-                "fully_shard expected a 1-D mesh, which shards, or a 2-D mesh, which replicates on its first dim and "
-                f"shards on its second, not {mesh.ndim} dims: {mesh}. If other dims are for tensor or pipeline "
+                f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: one of 1 dim shards, one of 2 dims "
+                "replicates on its first and shards on its second. If other dims are for tensor or pipeline "
                 "parallelism, pass the submesh of the data-parallel dims, as in mesh['dp']"
             )
         replicate = axis_of(mesh, 0) if mesh.ndim == 2 else None

@@ -56,8 +56,9 @@ class FSDPModule(_Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise FSDPValueError(
-            f"{type(self).__name__} cannot be deep-copied: its parameters are views of shared buffers. Copy the "
-            "module before fully_shard; or construct a second one, shard it, and load this one's state dict"
+            f"{type(self).__name__} cannot be deep-copied (FSDP does not support deepcopy): its parameters are views "
+            "of shared buffers. Copy the module before fully_shard; or construct a second one, shard it, and load this "
+            "one's state dict"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -252,8 +252,8 @@ def placed(
         )
     if parameter.ndim == 0:
         raise FSDPValueError(
-            f"parameter {name!r} is a scalar, which cannot be sharded: give it the shape (1,), or add it to "
-            "ignored_params"
+            f"parameter {name!r} is a scalar, which cannot be sharded. Change {name} to a 1D tensor with numel "
+            "equal to 1, or add it to ignored_params"
         )
     if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):
         raise FSDPError(f"parameter {name!r} has dtype {parameter.dtype}, which cannot have a gradient")
@@ -272,7 +272,10 @@ def placed(
         )
     dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < parameter.ndim:
-        raise FSDPValueError(f"shard_placement_fn returned {answer!r} for {name!r} of shape {tuple(parameter.shape)}")
+        raise FSDPValueError(
+            f"shard_placement_fn returned {answer!r} for {name!r} of shape {tuple(parameter.shape)}: "
+            f"Shard dim {dim} is invalid for {parameter.ndim}D tensor"
+        )
     return dim, own
 
 

@@ -286,8 +286,9 @@ class Unit:
             return
         names = [p.name for b in self.buckets if b.is_meta for p in b.params]
         raise FSDPError(
-            f"parameters are still on the meta device: {names}; call module.to_empty(device=...) and give them "
-            "values (reset_parameters() of each module, or load a state dict) before the first forward"
+            "FSDP parameters should be materialized from meta device before training, but the following were still on "
+            f"meta device: {names}; call module.to_empty(device=...) and give them values (reset_parameters() of each "
+            "module, or load a state dict) before the first forward"
         )
 
     def lends(self, tensor: Tensor) -> bool:
