@@ -11,8 +11,8 @@ They are typed. Each maps local tensors between three ways in which the ranks of
     ----------------------------------------------  -----------------------  ------------------------
     cast                    replicated to varying   nothing                  reduce_replicate
     reduce_replicate        varying to replicated   all-reduce               cast
+    gather_replicate        sharded to replicated   all-gather               slice_own
     slice_own               replicated to sharded   keeps its own part       gather_replicate
-    slice_own               replicated to sharded   keeps the own part       gather_replicate
     gather_varying          sharded to varying      all-gather               reduce_scatter
     reduce_scatter          varying to sharded      reduce-scatter           gather_varying
     all_to_all              sharded to sharded      all-to-all               all_to_all
@@ -20,8 +20,8 @@ They are typed. Each maps local tensors between three ways in which the ranks of
     first_of                varying to replicated   nothing: all are equal   replicate_to_partial
     exchange                sharded to sharded      boxes to any rank        exchange, back
 
-Each row's gradient is its transpose, and the transposes are rows of the table, too. If a `cast` is forgotten, the loss
-is right and the gradients are wrong.
+Each row's gradient is its transpose, and the transposes are rows of the table, too: `_Row` is a row, and one autograd
+node runs them all. If a `cast` is forgotten, the loss is right and the gradients are wrong.
 
 `replicate_to_partial` and `first_of` need no communication because the gradient of a partial sum is the gradient of the
 sum, which is equal on every rank.
@@ -31,7 +31,7 @@ collective that was started before and only has to be waited for. Each node has 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,51 +59,57 @@ def _differentiates(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
 
-def _writable(result: Tensor) -> Tensor:
-    # Autograd forbids in-place writes to an output that is a view; that it is one here is an implementation detail.
-    return result.detach() if is_view(result) else result
+class _Row(NamedTuple):
+    """A row of the table: both functions take a local tensor, the axis and the row's own arguments."""
+
+    forward: Callable[..., Tensor]
+    gradient: Callable[..., Tensor]
+    is_view: bool = False
+    """Whether the result is a view of the input, so that autograd refuses to write through it."""
 
 
-def _apply_of(function: type[Function]) -> Callable[..., Any]:
-    # Function.apply looks for a setup_context and for functorch's transforms at each call, which takes a microsecond.
-    # Not needed here: these functions have no setup_context, and _differentiates refuses the transforms.
-    return super(Function, function).apply  # type: ignore[misc]  # the stub of _C._FunctionBase has no apply
+class _Node(Function):
+    """The autograd node of every row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: _Row, axis: Axis, args: tuple[Any, ...], wait: Any) -> Tensor:
+        ctx.origin = observe.origin_of_node()
+        ctx.gradient, ctx.axis, ctx.args = row.gradient, axis, args
+        result: Tensor = row.forward(x, axis, *args) if wait is None else wait()
+        # Elsewhere autograd would forbid in-place writes to an output that happens to be a view.
+        return result if row.is_view or not is_view(result) else result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.gradient(grad, ctx.axis, *ctx.args), None, None, None, None
+
+
+# Function.apply looks for a setup_context and for functorch's transforms at each call, which takes a microsecond. Not
+# needed here: the node has no setup_context, and _differentiates refuses the transforms.
+_apply = super(Function, _Node).apply
+
+
+def _run(row: _Row, x: Tensor, axis: Axis, *args: Any, wait: Callable[[], Tensor] | None = None) -> Tensor:
+    """The row's result, differentiable; `wait` waits for it if its communication was started before."""
+    if _differentiates(x):
+        result: Tensor = _apply(x, row, axis, args, wait)
+        return result
+    return row.forward(x, axis, *args) if wait is None else wait()
+
+
+def _waits(pending: _Pending) -> Callable[[], Tensor] | None:
+    return None if pending is None else pending.wait
 
 
 # ------------------------------------------------------------------ replicated to varying and back
-
-
-class _Cast(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.origin = observe.origin_of_node()
-        ctx.axis = axis
-        return x.view_as(x)  # a view, so that autograd refuses to write through it
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_replicate(grad, ctx.axis), None
-
-
-class _AllReduce(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, op: str, pending: _Pending) -> Tensor:
-        ctx.origin = observe.origin_of_node()
-        ctx.axis = axis
-        ctx.op = op
-        return _writable(collectives.all_reduce(x, axis, op) if pending is None else pending.wait())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad = cast(grad, ctx.axis)
-        return (grad / ctx.axis.size if ctx.op == "avg" else grad), None, None, None
 
 
 def cast(x: Tensor, axis: Axis) -> Tensor:
     """A replicated value for ranks that use it differently: the same values; its gradient is summed over the ranks."""
     if axis.size == 1 or not _differentiates(x):
         return x
-    return _apply_cast(x, axis)
+    result: Tensor = _apply(x, _CAST, axis, (), None)
+    return result
 
 
 def reduce_replicate(x: Tensor, axis: Axis, op: str = "sum", pending: _Pending = None) -> Tensor:
@@ -114,10 +120,8 @@ def reduce_replicate(x: Tensor, axis: Axis, op: str = "sum", pending: _Pending =
     """
     if axis.size == 1:
         return x
-    if not _differentiates(x):
-        return collectives.all_reduce(x, axis, op) if pending is None else pending.wait()
-    if op in ("sum", "avg"):
-        return _apply_all_reduce(x, axis, op, pending)
+    if op in ("sum", "avg") or not _differentiates(x):
+        return _run(_ALL_REDUCE, x, axis, op, wait=_waits(pending))
     if pending is not None:
         pending.wait()
     sizes = chunk_sizes(x.numel(), axis.size)
@@ -128,44 +132,14 @@ def reduce_replicate(x: Tensor, axis: Axis, op: str = "sum", pending: _Pending =
 # ------------------------------------------------------------------ sharded to replicated and back
 
 
-class _GatherReplicate(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], pending: _Pending) -> Tensor:
-        ctx.origin = observe.origin_of_node()
-        ctx.args = (axis, dim, sizes)
-        return _writable(collectives.all_gather(x, axis, dim, sizes) if pending is None else pending.wait())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return slice_own(grad, *ctx.args), None, None, None, None
-
-
-class _SliceOwn(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
-        ctx.origin = observe.origin_of_node()
-        ctx.args = (axis, dim, sizes)
-        return _own_part(x, axis, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_replicate(grad, *ctx.args), None, None, None
-
-
 def gather_replicate(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], pending: _Pending = None) -> Tensor:
     """A sharded value gathered, for ranks that compute the same with it; `sizes` are the lengths along `dim`."""
-    if axis.size == 1:
-        return x
-    if not _differentiates(x):
-        return collectives.all_gather(x, axis, dim, sizes) if pending is None else pending.wait()
-    return _apply_gather_replicate(x, axis, dim, sizes, pending)
+    return x if axis.size == 1 else _run(_GATHER_REPLICATE, x, axis, dim, sizes, wait=_waits(pending))
 
 
 def slice_own(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's part of a replicated value, copied: a view would keep the whole tensor alive."""
-    if axis.size == 1:
-        return x
-    return _apply_slice_own(x, axis, dim, sizes) if _differentiates(x) else _own_part(x, axis, dim, sizes)
+    return x if axis.size == 1 else _run(_SLICE_OWN, x, axis, dim, sizes)
 
 
 def _own_part(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -180,39 +154,9 @@ def _own_part(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
 # ------------------------------------------------------------------ sharded to varying and back
 
 
-class _GatherVarying(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], pending: _Pending) -> Tensor:
-        ctx.origin = observe.origin_of_node()
-        ctx.args = (axis, dim, sizes)
-        return _writable(collectives.all_gather(x, axis, dim, sizes) if pending is None else pending.wait())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return reduce_scatter(grad, *ctx.args), None, None, None, None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], op: str, pending: _Pending) -> Tensor:
-        ctx.origin = observe.origin_of_node()
-        ctx.args = (axis, dim, sizes)
-        ctx.op = op
-        return _writable(collectives.reduce_scatter(x, axis, dim, sizes, op) if pending is None else pending.wait())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        axis = ctx.args[0]
-        return gather_varying(grad / axis.size if ctx.op == "avg" else grad, *ctx.args), None, None, None, None, None
-
-
 def gather_varying(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], pending: _Pending = None) -> Tensor:
     """A sharded value gathered, for ranks that use it differently; `sizes` are the lengths along `dim`."""
-    if axis.size == 1:
-        return x
-    if not _differentiates(x):
-        return collectives.all_gather(x, axis, dim, sizes) if pending is None else pending.wait()
-    return _apply_gather_varying(x, axis, dim, sizes, pending)
+    return x if axis.size == 1 else _run(_GATHER_VARYING, x, axis, dim, sizes, wait=_waits(pending))
 
 
 def reduce_scatter(
@@ -221,10 +165,8 @@ def reduce_scatter(
     """This rank's part of the reduction of a varying value; `op` and `pending` are as in `reduce_replicate`."""
     if axis.size == 1:
         return x
-    if not _differentiates(x):
-        return collectives.reduce_scatter(x, axis, dim, sizes, op) if pending is None else pending.wait()
-    if op in ("sum", "avg"):
-        return _apply_reduce_scatter(x, axis, dim, sizes, op, pending)
+    if op in ("sum", "avg") or not _differentiates(x):
+        return _run(_REDUCE_SCATTER, x, axis, dim, sizes, op, wait=_waits(pending))
     if pending is not None:
         pending.wait()
     return _reduce_received(x, axis, dim, sizes, op)
@@ -244,28 +186,6 @@ def _reduce_received(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], op: 
 # ------------------------------------------------------------------ sharded to sharded
 
 
-class _AllToAll(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        axis: Axis,
-        split_dim: int,
-        split_sizes: Sequence[int],
-        concat_dim: int,
-        concat_sizes: Sequence[int],
-        pending: _Pending,
-    ) -> Tensor:
-        ctx.origin = observe.origin_of_node()
-        ctx.back = (axis, concat_dim, concat_sizes, split_dim, split_sizes)
-        args = (split_dim, split_sizes, concat_dim, concat_sizes)
-        return _writable(collectives.all_to_all(x, axis, *args) if pending is None else pending.wait())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return all_to_all(grad, *ctx.back), None, None, None, None, None, None
-
-
 def all_to_all(
     x: Tensor,
     axis: Axis,
@@ -278,30 +198,7 @@ def all_to_all(
     """A value sharded along `concat_dim` becomes one sharded along `split_dim`; see `collectives.all_to_all`."""
     if axis.size == 1:
         return x
-    args = (split_dim, split_sizes, concat_dim, concat_sizes)
-    if not _differentiates(x):
-        return collectives.all_to_all(x, axis, *args) if pending is None else pending.wait()
-    return _apply_all_to_all(x, axis, *args, pending)
-
-
-class _Exchange(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        axis: Axis,
-        send: Sequence[Box | None],
-        receive: Sequence[Box | None],
-        shape: Sequence[int],
-        pending: Pending[list[Tensor]] | None,
-    ) -> Tensor:
-        ctx.origin = observe.origin_of_node()
-        ctx.back = (axis, receive, send, x.shape)
-        return _writable(_exchange_boxes(x, axis, send, receive, shape, pending))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return exchange(grad, *ctx.back), None, None, None, None, None
+    return _run(_ALL_TO_ALL, x, axis, split_dim, split_sizes, concat_dim, concat_sizes, wait=_waits(pending))
 
 
 def exchange(
@@ -320,51 +217,19 @@ def exchange(
     """
     if axis.size == 1 and send[0] == receive[0] == Box.whole(x.shape) and tuple(shape) == tuple(x.shape):
         return x
-    if not _differentiates(x):
-        return _exchange_boxes(x, axis, send, receive, shape, pending)
-    return _apply_exchange(x, axis, send, receive, shape, pending)
+    wait = None if pending is None else lambda: assemble(pending.wait(), receive, shape, x)
+    return _run(_EXCHANGE, x, axis, send, receive, shape, x.shape, wait=wait)
 
 
 def _exchange_boxes(
-    x: Tensor,
-    axis: Axis,
-    send: Sequence[Box | None],
-    receive: Sequence[Box | None],
-    shape: Sequence[int],
-    pending: Pending[list[Tensor]] | None,
+    x: Tensor, axis: Axis, send: Sequence[Box | None], receive: Sequence[Box | None], shape: Sequence[int], _: Any
 ) -> Tensor:
-    if pending is None:
-        pieces = [None if box is None else x[box.slices()] for box in send]
-        lengths = [None if box is None else box.lengths for box in receive]
-        pending = collectives.exchange_start(pieces, axis, lengths, x)
-    return assemble(pending.wait(), receive, shape, x)
+    pieces = [None if box is None else x[box.slices()] for box in send]
+    lengths = [None if box is None else box.lengths for box in receive]
+    return assemble(collectives.exchange(pieces, axis, lengths, x), receive, shape, x)
 
 
 # ------------------------------------------------------------------ replicated to partial and back
-
-
-class _KeepFirst(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.origin = observe.origin_of_node()
-        ctx.axis = axis
-        return _first_only(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return first_of(grad, ctx.axis), None
-
-
-class _FirstOf(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.origin = observe.origin_of_node()
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return replicate_to_partial(grad, ctx.axis), None
 
 
 def replicate_to_partial(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -376,7 +241,7 @@ def replicate_to_partial(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     if axis.size == 1:
         return x
     if op == "sum":
-        return _apply_keep_first(x, axis) if _differentiates(x) else _first_only(x, axis)
+        return _run(_KEEP_FIRST, x, axis)
     if op in ("avg", "max", "min"):
         return cast(x, axis)
     if op != "product":
@@ -390,7 +255,7 @@ def first_of(x: Tensor, axis: Axis) -> Tensor:
     """A varying value that is in fact equal on all ranks, as a replicated one."""
     if axis.size == 1 or not _differentiates(x):
         return x
-    return _apply_first_of(x, axis)
+    return _run(_FIRST_OF, x, axis)
 
 
 def _first_only(x: Tensor, axis: Axis) -> Tensor:
@@ -399,13 +264,32 @@ def _first_only(x: Tensor, axis: Axis) -> Tensor:
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 
-_apply_cast = _apply_of(_Cast)
-_apply_all_reduce = _apply_of(_AllReduce)
-_apply_gather_replicate = _apply_of(_GatherReplicate)
-_apply_slice_own = _apply_of(_SliceOwn)
-_apply_gather_varying = _apply_of(_GatherVarying)
-_apply_reduce_scatter = _apply_of(_ReduceScatter)
-_apply_all_to_all = _apply_of(_AllToAll)
-_apply_exchange = _apply_of(_Exchange)
-_apply_keep_first = _apply_of(_KeepFirst)
-_apply_first_of = _apply_of(_FirstOf)
+# ------------------------------------------------------------------ the table
+
+
+def _share(grad: Tensor, axis: Axis, op: str) -> Tensor:
+    return grad / axis.size if op == "avg" else grad
+
+
+def _same(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
+
+
+_CAST = _Row(_same, reduce_replicate, is_view=True)
+_ALL_REDUCE = _Row(collectives.all_reduce, lambda grad, axis, op: _share(cast(grad, axis), axis, op))
+_GATHER_REPLICATE = _Row(collectives.all_gather, slice_own)
+_SLICE_OWN = _Row(_own_part, gather_replicate)
+_GATHER_VARYING = _Row(collectives.all_gather, reduce_scatter)
+_REDUCE_SCATTER = _Row(
+    collectives.reduce_scatter,
+    lambda grad, axis, dim, sizes, op: gather_varying(_share(grad, axis, op), axis, dim, sizes),
+)
+_ALL_TO_ALL = _Row(
+    collectives.all_to_all,
+    lambda grad, axis, to, split, along, joined: all_to_all(grad, axis, along, joined, to, split),
+)
+_EXCHANGE = _Row(
+    _exchange_boxes, lambda grad, axis, send, receive, shape, given: exchange(grad, axis, receive, send, given)
+)
+_KEEP_FIRST = _Row(_first_only, first_of)
+_FIRST_OF = _Row(_same, replicate_to_partial, is_view=True)

@@ -21,7 +21,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from terrazzo.errors import LayoutError
 from terrazzo.layout.box import Box
@@ -33,8 +33,19 @@ from terrazzo.layout.placement import Partial, Placement, Replicate, Shard, _Str
 _R = Replicate()
 
 
+class _Step:
+    """What all steps have in common: the mesh dims whose ranks take part come first."""
+
+    __slots__: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """All else, in order."""
+        return tuple([getattr(self, name) for name in self.__slots__[1:]])
+
+
 @dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(_Step):
     """Keep this rank's chunk of `dim`; `sizes` are the chunks of all ranks of `mesh_dim`."""
 
     mesh_dims: tuple[int, ...]
@@ -43,7 +54,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(_Step):
     """Concatenate along `dim` the chunks of the ranks of `mesh_dims` (outermost first)."""
 
     mesh_dims: tuple[int, ...]
@@ -52,7 +63,7 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce:
+class AllReduce(_Step):
     """Reduce the terms of all ranks of `mesh_dims`; every rank receives the result."""
 
     mesh_dims: tuple[int, ...]
@@ -60,7 +71,7 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceScatter:
+class ReduceScatter(_Step):
     """Reduce the terms of all ranks of `mesh_dims`; each rank receives its chunk of `dim`."""
 
     mesh_dims: tuple[int, ...]
@@ -70,7 +81,7 @@ class ReduceScatter:
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAll:
+class AllToAll(_Step):
     """Send chunks of `split_dim`, receive chunks of `concat_dim`."""
 
     mesh_dims: tuple[int, ...]
@@ -81,7 +92,7 @@ class AllToAll:
 
 
 @dataclass(frozen=True, slots=True)
-class ToPartial:
+class ToPartial(_Step):
     """Turn equal copies into terms of a reduction: the first rank keeps the value, the others the neutral element."""
 
     mesh_dims: tuple[int, ...]
@@ -89,7 +100,7 @@ class ToPartial:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(_Step):
     """Cut the local part into `send` boxes, one per rank of `mesh_dims`; build the new part from `receive` boxes.
 
     Boxes are relative to the old and to the new local part; None means that the two ranks exchange nothing.

@@ -8,7 +8,7 @@ of the gradient, and the terms are reduce-scattered. `varying` lists the mesh di
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -114,7 +114,13 @@ def run_step(local: torch.Tensor, step: Step, mesh: Any, varying: tuple[int, ...
         return local
     if type(local) is not torch.Tensor and not isinstance(step, LOCAL_STEPS):
         refuse_subclass("redistribute", local)
-    return _RUN[type(step)](local, step, axis, varying, pending)
+    args, started = step.arguments, () if pending is None else (pending,)
+    if isinstance(step, Gather):
+        gather = typed.gather_varying if step.mesh_dims[0] in varying else typed.gather_replicate
+        return gather(local, axis, *args, *started)
+    if _reduces_first(step):
+        return typed.slice_own(typed.reduce_replicate(local, axis, step.op, *started), axis, step.dim, step.sizes)
+    return _RUN[type(step)](local, axis, *args, *started)
 
 
 def start_step(local: torch.Tensor, step: Step, mesh: Any) -> Any:
@@ -122,31 +128,18 @@ def start_step(local: torch.Tensor, step: Step, mesh: Any) -> Any:
     axis = axis_of(mesh, step.mesh_dims)
     refuse_subclass("redistribute", local)
     local = local.detach()
-    if isinstance(step, Gather):
-        return collectives.all_gather_start(local, axis, step.dim, step.sizes)
-    if isinstance(step, AllReduce):
+    if _reduces_first(step):
         return collectives.all_reduce_start(local, axis, step.op)
-    if isinstance(step, ReduceScatter):
-        if step.op in ("sum", "avg"):
-            return collectives.reduce_scatter_start(local, axis, step.dim, step.sizes, step.op)
-        return collectives.all_reduce_start(local, axis, step.op)
-    if isinstance(step, AllToAll):
-        return collectives.all_to_all_start(
-            local, axis, step.split_dim, step.split_sizes, step.concat_dim, step.concat_sizes
-        )
-    assert isinstance(step, Exchange)
+    if not isinstance(step, Exchange):
+        return _START[type(step)](local, axis, *step.arguments)
     pieces = [None if box is None else local[box.slices()] for box in step.send]
     shapes = [None if box is None else box.lengths for box in step.receive]
     return collectives.exchange_start(pieces, axis, shapes, local)
 
 
-def _slice(local: torch.Tensor, step: Slice, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
-    return typed.slice_own(local, axis, step.dim, step.sizes)
-
-
-def _gather(local: torch.Tensor, step: Gather, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
-    gather = typed.gather_varying if step.mesh_dims[0] in varying else typed.gather_replicate
-    return gather(local, axis, step.dim, step.sizes, pending)
+def _reduces_first(step: Step) -> TypeGuard[ReduceScatter]:
+    """Whether all terms are reduced on every rank, which keeps its part: of products, maxima and minima."""
+    return isinstance(step, ReduceScatter) and step.op not in ("sum", "avg")
 
 
 def _split_gather(step: Gather, coord: Sequence[int], mesh_shape: Sequence[int]) -> list[Gather]:
@@ -164,40 +157,17 @@ def _split_gather(step: Gather, coord: Sequence[int], mesh_shape: Sequence[int])
     return result
 
 
-def _all_reduce(
-    local: torch.Tensor, step: AllReduce, axis: Any, varying: tuple[int, ...], pending: Any
-) -> torch.Tensor:
-    return typed.reduce_replicate(local, axis, step.op, pending)
-
-
-def _reduce_scatter(
-    local: torch.Tensor, step: ReduceScatter, axis: Any, varying: tuple[int, ...], pending: Any
-) -> torch.Tensor:
-    if step.op in ("sum", "avg"):
-        return typed.reduce_scatter(local, axis, step.dim, step.sizes, step.op, pending)
-    return typed.slice_own(typed.reduce_replicate(local, axis, step.op, pending), axis, step.dim, step.sizes)
-
-
-def _all_to_all(local: torch.Tensor, step: AllToAll, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
-    return typed.all_to_all(local, axis, step.split_dim, step.split_sizes, step.concat_dim, step.concat_sizes, pending)
-
-
-def _to_partial(
-    local: torch.Tensor, step: ToPartial, axis: Any, varying: tuple[int, ...], pending: Any
-) -> torch.Tensor:
-    return typed.replicate_to_partial(local, axis, step.op)
-
-
-def _exchange(local: torch.Tensor, step: Exchange, axis: Any, varying: tuple[int, ...], pending: Any) -> torch.Tensor:
-    return typed.exchange(local, axis, step.send, step.receive, step.shape, pending)
-
-
 _RUN: dict[type, Callable[..., torch.Tensor]] = {
-    Slice: _slice,
-    Gather: _gather,
-    AllReduce: _all_reduce,
-    ReduceScatter: _reduce_scatter,
-    AllToAll: _all_to_all,
-    ToPartial: _to_partial,
-    Exchange: _exchange,
+    Slice: typed.slice_own,
+    AllReduce: typed.reduce_replicate,
+    ReduceScatter: typed.reduce_scatter,
+    AllToAll: typed.all_to_all,
+    ToPartial: typed.replicate_to_partial,
+    Exchange: typed.exchange,
+}
+_START: dict[type, Callable[..., Any]] = {
+    Gather: collectives.all_gather_start,
+    AllReduce: collectives.all_reduce_start,
+    ReduceScatter: collectives.reduce_scatter_start,
+    AllToAll: collectives.all_to_all_start,
 }

@@ -348,10 +348,10 @@ MUTATIONS = (
     ),
     Mutation("terrazzo.comm.pending:wait_for", tensors.check_muon, "work.wait()", "pass"),
     Mutation(
-        "terrazzo.comm.differentiable:gather_replicate",
+        "terrazzo.comm.differentiable:_waits",
         tensors.check_redistribution,
-        "pending.wait()",
-        "pending._result",
+        "pending.wait",
+        "lambda: pending._result",
     ),
     Mutation(
         "terrazzo.tensor.experimental.ring_attention:_arrived",
