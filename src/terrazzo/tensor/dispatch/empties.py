@@ -28,7 +28,7 @@ def takes_empty_shards(
     """
     layouts = [o.dst for o in plan.operands]
     # `localize` may return None on some ranks; whether the rule has one is the same on all ranks.
-    if spec.localize is not None or not any(leaves_a_rank_empty(layout) for layout in layouts):
+    if spec.localize is not None or spec.never_empty or not any(leaves_a_rank_empty(layout) for layout in layouts):
         return True
     tried: set[tuple[tuple[int, ...], ...]] = set()
     for at in coordinates_of_all_shapes([*layouts, *plan.outs]):

@@ -11,11 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from terrazzo.layout import Layout, Replicate
 from terrazzo.layout.placement import CUTS, _StridedShard
 from terrazzo.tensor.dispatch.candidates import Candidate, candidates_of
 from terrazzo.tensor.dispatch.costs import Cost, Sizes
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Joined, LocalFunction, Spec
+from terrazzo.tensor.dispatch.structure import get_at, map_tensors, put_at
 
 _R = Replicate()
 
@@ -124,10 +127,46 @@ def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> Cal
     decided = Chosen(ins, outs, {f: tuple(ms) for f, ms in sharded.items()})
     outside = layouts[0].coord is None  # such a rank runs nothing, and has no axes to communicate on
     local = None if spec.localize is None or outside else spec.localize(decided)
+    if spec.never_empty and not outside:
+        local = _with_a_row(decided, local, [o.path for o in operands])
     has_terms = any(out.dual is not out for out in outs)
     joined = spec.joined(decided) if spec.joined is not None and has_terms else None
     moved = any(src is not dst for src, dst in zip(layouts, ins, strict=True))
     return CallPlan(operands, outs, varying, local, bool(spec.is_view) and moved, joined)
+
+
+def _with_a_row(chosen: Chosen, local: LocalFunction | None, paths: Sequence[tuple[Any, ...]]) -> LocalFunction | None:
+    """`local` where this rank's part of an operand is empty: with one row of zeros along the dims that it lacks.
+
+    So the results have the right dtypes, and backward, to any order, runs as on the ranks that hold something.
+    """
+    lacking = [(path, _lacking(layout)) for path, layout in zip(paths, chosen.ins, strict=True)]
+    if not any(dims for _, dims in lacking):
+        return local
+
+    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
+        loc, kw = list(loc), dict(kw)
+        for path, dims in lacking:
+            given: torch.Tensor = get_at(loc, kw, path)
+            rows = [n for d in reversed(range(given.ndim)) for n in (0, int(d in dims))]
+            put_at(loc, kw, path, torch.constant_pad_nd(given, rows) if dims else given)
+        result = func(*loc, **kw) if local is None else local(func, loc, kw)
+        outs = iter(chosen.outs)
+
+        def without_the_row(made: torch.Tensor) -> torch.Tensor:
+            dims = _lacking(next(outs))
+            for d in dims:
+                made = made.narrow(d, 0, 0)
+            return made.clone() if dims else made  # not a view: on the other ranks it is none
+
+        return map_tensors(result, without_the_row)
+
+    return run
+
+
+def _lacking(layout: Layout) -> list[int]:
+    """The dims of which this rank holds no row although there are some."""
+    return [d for d, (mine, n) in enumerate(zip(layout.local_shape, layout.shape, strict=True)) if n and not mine]
 
 
 def _cast_dims(src: Layout, dst: Layout, varying: tuple[int, ...]) -> tuple[int, ...]:

@@ -117,8 +117,6 @@ def _sliding(
             cut = {first + i: chosen.sharded.get(_SPACE + i, ()) for i in range(n)}
             halo = plan_halo(source, chosen.outs[0], {first + i: w for i, w in enumerate(windows)}, cut)
             return _with_halo(halo, shape, n, share)
-        if not prod(shape) or not all(prod(o.local_shape) for o in chosen.ins[:2]):
-            return _empty(shape, n)
         return None if share == groups else _with_groups(share)
 
     return Spec(
@@ -129,6 +127,7 @@ def _sliding(
         even=even,
         addends=frozenset(added),
         linear=[(i, *added) for i in range(2)],
+        never_empty=not with_halo,
         localize=localize,
     )
 
@@ -162,16 +161,6 @@ def _with_halo(halo: Halo, shape: tuple[int, ...], n: int, share: int) -> LocalF
             result: torch.Tensor = func(x, weight, bias, stride, 0, dilation, share)
             return result
         return _nothing(shape, n, x, weight, bias)
-
-    return run
-
-
-def _empty(shape: tuple[int, ...], n: int) -> LocalFunction:
-    """The convolution of an empty shard; PyTorch's has no second derivative, but other ranks' communicates."""
-
-    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-        named = dict(zip(("input", "weight", "bias"), loc, strict=False)) | kw
-        return _nothing(shape, n, named["input"], named["weight"], named.get("bias"))
 
     return run
 

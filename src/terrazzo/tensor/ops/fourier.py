@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
 from terrazzo.tensor.ops.table import body, rule
 from terrazzo.tensor.ops.views import norm_dim
 
@@ -57,20 +57,4 @@ def _transform(kind: str, input: Operand, dims: list[int], lengths: list[Any], l
     if min(shape[d] for d in dims) < 1:
         return None
     factors: Dims = tuple(None if d in dims else d for d in range(input.ndim))
-
-    def localize(chosen: Chosen) -> LocalFunction | None:
-        shape = tuple(chosen.outs[0].local_shape)
-        if all(shape) or not all(chosen.outs[0].shape):
-            return None
-
-        def nothing(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
-            # PyTorch's transforms refuse empty tensors. The result is in the graph, because other ranks' backward may
-            # communicate with this one's.
-            x = loc[0] if loc else kw["input"]
-            one = func(x.new_zeros([n if d in dims else 1 for d, n in enumerate(x.shape)]), *loc[1:], **kw)
-            total = x.sum()
-            return one.new_zeros(shape) + (total.real if x.is_complex() and not one.is_complex() else total)
-
-        return nothing
-
-    return Spec([factors], [factors], [tuple(shape)], linear=[(0,)], localize=localize, keeps_terms=True)
+    return Spec([factors], [factors], [tuple(shape)], linear=[(0,)], keeps_terms=True, never_empty=True)

@@ -100,15 +100,11 @@ def group_norm(
     ins: list[Dims] = [factors if o is input else (1,) for o in call.operands]
 
     def localize(chosen: Chosen) -> LocalFunction | None:
-        if 1 not in chosen.sharded and input.shape[0] == chosen.ins[0].local_shape[0]:
-            return None
         share = math.prod(chosen.ins[0].mesh_shape[m] for m in chosen.sharded.get(1, ()))
+        if share == 1:
+            return None
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-            if not loc[0].numel():
-                # PyTorch refuses an empty tensor. Every operand stays in the graph: other ranks' backward communicates
-                # with this one's.
-                return sum((v.sum() for v in (*loc[2:], *kw.values()) if isinstance(v, torch.Tensor)), loc[0] * 1)
             if "num_groups" in kw:
                 return func(*loc, **(kw | {"num_groups": num_groups // share}))
             return func(loc[0], num_groups // share, *loc[2:], **kw)
@@ -122,6 +118,7 @@ def group_norm(
         whole=frozenset(factors[2:]),
         even={1: (num_groups, input.shape[1])},
         localize=localize,
+        never_empty=True,
     )
 
 
@@ -139,7 +136,7 @@ def batch_norm_rule(
     factors: Dims = tuple(range(x.ndim))
     ins = [factors] + [(1,)] * (len(call.operands) - 1)
     if not training:
-        return Spec(ins, [factors], [x.shape], localize=_unless_empty)
+        return Spec(ins, [factors], [x.shape], never_empty=True)
     # Running statistics are written in place, so they are never redistributed.
     if is_cut(x, (1,)) or not all(o.layout.is_replicated for o in call.operands[1:]) or not x.numel:
         return None
@@ -192,14 +189,6 @@ _BATCH_NORM = (
 """The order of the arguments in C++, and that in `torch.nn.functional`."""
 
 
-def _unless_empty(chosen: Chosen) -> LocalFunction | None:
-    """An empty shard gives an empty shard; PyTorch refuses a tensor without elements."""
-    if min(chosen.ins[0].local_shape):
-        return None
-    # Parameters stay in the graph: other ranks' backward communicates with this one's.
-    return lambda func, loc, kw: sum((v.sum() for v in loc[1:] if isinstance(v, torch.Tensor)), loc[0] * 1)
-
-
 @rule("instance_norm")
 def instance_norm_rule(
     call: Call, input: Operand, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
@@ -213,7 +202,7 @@ def instance_norm_rule(
         return None
     factors = tuple(range(x.ndim))
     ins: list[Dims] = [factors, *[(1,)] * (len(call.operands) - 1)]
-    return Spec(ins, [factors], [x.shape], whole=frozenset(factors[2:]), localize=_unless_empty)
+    return Spec(ins, [factors], [x.shape], whole=frozenset(factors[2:]), never_empty=True)
 
 
 @decomposition("batch_norm")

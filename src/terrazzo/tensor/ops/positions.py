@@ -14,7 +14,7 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.dispatch.outside_mesh import not_known
-from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.questions import is_cut
 from terrazzo.tensor.ops.reductions import loser, reduced_dims, reduction
@@ -55,7 +55,8 @@ def quantile(
     dims = reduced_dims(dim, input.ndim)
     if dims is None or not isinstance(q, (int, float, Operand)):
         return None
-    spec = reduction(input, dims, keepdim, None, localize=_unless_empty)
+    spec = reduction(input, dims, keepdim, None)
+    spec.never_empty = True  # PyTorch refuses quantiles of a tensor without rows
     if not isinstance(q, Operand):
         return spec
     if q.ndim > 1 or len(call.operands) != 2:
@@ -63,16 +64,7 @@ def quantile(
     # The quantiles are along a new first dim.
     lead: Dims = (None,) * q.ndim
     shape = (*q.shape, *spec.shapes[0])
-    return Spec([*spec.ins, lead], [(*lead, *spec.outs[0])], [shape], whole=frozenset(dims), localize=_unless_empty)
-
-
-def _unless_empty(chosen: Chosen) -> LocalFunction | None:
-    """For an empty shard; PyTorch refuses quantiles of a tensor without rows."""
-    shape = tuple(chosen.outs[0].local_shape)
-    if all(shape) or not all(chosen.outs[0].shape):
-        return None
-    # In the graph, because other ranks' backward may communicate with this one's.
-    return lambda func, loc, kw: loc[0].new_zeros(shape) + loc[0].sum()
+    return Spec([*spec.ins, lead], [(*lead, *spec.outs[0])], [shape], whole=frozenset(dims), never_empty=True)
 
 
 @decomposition("aminmax")

@@ -40,19 +40,14 @@ def touching(
     ):
         return None
 
-    def localize(chosen: Chosen) -> LocalFunction | None:
-        if all(math.prod(out.local_shape) or out.local_shape == out.shape for out in chosen.outs):
-            return None
-        return _empty([tuple(out.local_shape) for out in chosen.outs])
-
     return Spec(
         [factors],
         [factors] * len(shapes),
         shapes,
         linear=[(0,)] if linear else [],
         moves_only=moves_only,
-        localize=localize,
         keeps_terms=keeps_terms,
+        never_empty=True,
     )
 
 
@@ -73,19 +68,6 @@ def shapes_of_results(call: Call) -> list[tuple[int, ...]] | None:
         return None  # the call is invalid: it raises its own error when it runs on the real tensors
     outs = [result] if isinstance(result, torch.Tensor) else list(result)
     return [tuple(t.shape) for t in outs] if all(isinstance(t, torch.Tensor) for t in outs) else None
-
-
-def _empty(shapes: Sequence[tuple[int, ...]]) -> LocalFunction:
-    """The results for an empty shard: many of these functions refuse tensors without elements."""
-
-    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
-        x: torch.Tensor = loc[0] if loc else kw["input"]
-        # In the graph, because other ranks' backward may communicate with this one's.
-        first = x.new_zeros(shapes[0]) + x.sum().to(x.dtype)
-        rest = [x.new_zeros(shape, dtype=torch.int64) for shape in shapes[1:]]  # the indices of maxima
-        return (first, *rest) if rest else first
-
-    return run
 
 
 _POOLS = {
@@ -160,7 +142,8 @@ def _pool_of_parts(call: Call, input: Operand, n: int) -> Spec | None:
             lowest = 0.0 if "avg" in call.name else loser(x.dtype, "max")
             around = halo.around(x, lowest)
             if not math.prod(out):
-                return around.new_zeros(out) + around.sum().to(around.dtype)  # in the graph, as in `_empty`
+                # In the graph, because other ranks' backward may communicate with this one's.
+                return around.new_zeros(out) + around.sum().to(around.dtype)
             positional = [around, *loc[1:_PADDING], *[0 for _ in loc[_PADDING : _PADDING + 1]], *loc[_PADDING + 1 :]]
             result: torch.Tensor = func(*positional, **{k: v for k, v in kw.items() if k not in ("input", "padding")})
             return result
@@ -211,15 +194,7 @@ def columns(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | Non
     if shapes is None:
         return None
     out: Dims = (0, *(None,) * (len(shapes[0]) - 1))
-
-    def localize(chosen: Chosen) -> LocalFunction | None:
-        return (
-            None
-            if chosen.outs[0].local_shape[0] or not chosen.outs[0].shape[0]
-            else _empty([tuple(chosen.outs[0].local_shape)])
-        )
-
-    return Spec([(0, *(None,) * (input.ndim - 1))], [out], shapes, linear=[(0,)], localize=localize)
+    return Spec([(0, *(None,) * (input.ndim - 1))], [out], shapes, linear=[(0,)], never_empty=True)
 
 
 @rule("grid_sampler", "grid_sample")
@@ -235,17 +210,7 @@ def grid_sample(call: Call, input: Operand, grid: Operand, *args: Any, **kwargs:
     shape = (input.shape[0], input.shape[1], *grid.shape[1:-1])
     if not all(input.shape):
         return None
-    return Spec([(0, 1, *closed), (0, *closed, None)], [(0, 1, *closed)], [shape], linear=[(0,)], localize=_sampled)
-
-
-def _sampled(chosen: Chosen) -> LocalFunction | None:
-    if math.prod(chosen.outs[0].local_shape):
-        return None
-
-    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-        return loc[0].new_zeros(tuple(chosen.outs[0].local_shape)) + loc[0].sum() + loc[1].sum()
-
-    return run
+    return Spec([(0, 1, *closed), (0, *closed, None)], [(0, 1, *closed)], [shape], linear=[(0,)], never_empty=True)
 
 
 @rule("unfold")
