@@ -30,7 +30,7 @@ A `Spec` maps each dimension of each operand and output to a *factor*, a loop of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeAlias
@@ -191,3 +191,14 @@ class Spec:
     def for_locals(self, loc: Sequence[Any], kw: Mapping[str, Any]) -> Spec | None:
         """The spec for a call with these local tensors: this one, or `otherwise` where the guard refuses it."""
         return self if self.guard is None or self.guard(loc, kw) else self.otherwise
+
+
+def within(
+    input: Operand, dims: Collection[int] = (), shape: Sequence[int] | None = None, outs: int = 1, **said: Any
+) -> Spec:
+    """The spec of a function of one tensor that works within `dims`, which stay whole; every other dim is a loop.
+
+    `shape` is that of each of its results, by default the tensor's own; `said` is what else a `Spec` may say.
+    """
+    loops = tuple(None if d in dims else d for d in range(input.ndim))
+    return Spec([loops], [loops] * outs, [tuple(input.shape if shape is None else shape)] * outs, **said)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from terrazzo.layout import Layout, Replicate
-from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, within
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import handler, rule
 
@@ -84,6 +84,5 @@ def filled_like(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec |
     """Terms of zeros are zeros, so zeros_like keeps Partial; for other values Partial becomes Replicate."""
     if len(call.operands) != 1:
         return None
-    dims = tuple(range(input.ndim))
     zeros = call.name in ("zeros_like", "empty_like")
-    return Spec([dims], [dims], [input.shape], linear=[(0,)] if zeros else [], unread=_UNREAD, keeps_terms=True)
+    return within(input, linear=[(0,)] if zeros else [], unread=_UNREAD, keeps_terms=True)

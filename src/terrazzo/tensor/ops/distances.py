@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Operand, Spec, within
 from terrazzo.tensor.ops.loops import loops
 from terrazzo.tensor.ops.pointwise import broadcast
 from terrazzo.tensor.ops.table import decomposition, rule
@@ -39,8 +39,7 @@ def renorm(call: Call, input: Operand, p: Any, dim: int, maxnorm: Any) -> Spec |
     if len(call.operands) != 1 or not input.ndim:
         return None
     d = norm_dim(dim, input.ndim)
-    factors = tuple(range(input.ndim))
-    return Spec([factors], [factors], [input.shape], whole=frozenset(factors) - {d})
+    return within(input, set(range(input.ndim)) - {d})
 
 
 @decomposition("dist")

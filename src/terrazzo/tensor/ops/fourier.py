@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Operand, Spec, within
 from terrazzo.tensor.ops.table import body, rule
 from terrazzo.tensor.ops.views import norm_dim
 
@@ -56,5 +56,4 @@ def _transform(kind: str, input: Operand, dims: list[int], lengths: list[Any], l
         shape[dims[-1]] = 2 * (lengths[-1] - 1)
     if min(shape[d] for d in dims) < 1:
         return None
-    factors: Dims = tuple(None if d in dims else d for d in range(input.ndim))
-    return Spec([factors], [factors], [tuple(shape)], linear=[(0,)], keeps_terms=True, never_empty=True)
+    return within(input, dims, shape, linear=[(0,)], keeps_terms=True, never_empty=True)

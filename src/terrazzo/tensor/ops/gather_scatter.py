@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec, within
 from terrazzo.tensor.ops.table import rule
 from terrazzo.tensor.ops.views import norm_dim
 
@@ -108,8 +108,7 @@ def index_fill(call: Call, input: Operand, dim: int, index: Operand, value: Any)
 def triangle(call: Call, input: Operand, diagonal: int = 0) -> Spec | None:
     if input.ndim < 2:
         return None
-    factors = tuple(range(input.ndim))
-    return Spec([factors], [factors], [input.shape], whole=frozenset(factors[-2:]), linear=[(0,)])
+    return within(input, (input.ndim - 2, input.ndim - 1), linear=[(0,)])
 
 
 @rule("one_hot")

@@ -14,7 +14,7 @@ import torch
 
 from terrazzo.layout import Partial
 from terrazzo.tensor.broadcasting import broadcast_shapes
-from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec, within
 from terrazzo.tensor.ops.table import decomposition, elementwise, rule
 
 # Linear in the first operand, for any static arguments.
@@ -135,8 +135,7 @@ def _has_scalar_operand(call: Call) -> bool:
 
 @rule("clone", "alias", "lift_fresh", "detach", "_conj_copy", "requires_grad", "cpu", "cuda", "pin_memory")
 def same_elements(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
-    dims = tuple(range(input.ndim))
-    return Spec([dims], [dims], [input.shape], linear=[(0,)], moves_only=True)
+    return within(input, linear=[(0,)], moves_only=True)
 
 
 @rule("to")
@@ -200,15 +199,13 @@ def fill(call: Call, input: Operand, value: Any = 0) -> Spec | None:
     """Only in place; calls out of place use their decomposition."""
     if not call.inplace or isinstance(value, Operand) or isinstance(value, torch.Tensor):
         return None
-    dims = tuple(range(input.ndim))
     terms = call.name == "zero" or (isinstance(value, (int, float)) and value == 0)
-    return Spec([dims], [dims], [input.shape], linear=[(0,)] if terms else [])
+    return within(input, linear=[(0,)] if terms else [])
 
 
 @rule("frexp")
 def frexp(call: Call, input: Operand) -> Spec:
-    dims = tuple(range(input.ndim))
-    return Spec([dims], [dims, dims], [input.shape, input.shape])
+    return within(input, outs=2)
 
 
 @decomposition("prelu")

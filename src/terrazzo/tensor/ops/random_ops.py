@@ -13,7 +13,7 @@ from terrazzo.layout import Layout, Replicate, Shard
 from terrazzo.tensor import random
 from terrazzo.tensor.copied_view import check_writable, pass_on
 from terrazzo.tensor.counter import AnyWords
-from terrazzo.tensor.dispatch.spec import Call, LocalFunction, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, LocalFunction, Operand, Spec, within
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import decomposition, handler, rule
 from terrazzo.tensor.redistribute import redistribute_local
@@ -294,8 +294,7 @@ def dropout_that_drops(
         return None
     if not 0 < p < 1 or not input.numel:
         return None
-    dims = tuple(range(input.ndim))
-    return Spec([dims], [dims], [input.shape], localize=lambda chosen: _drop_of(chosen.ins[0], 1 - p))
+    return within(input, localize=lambda chosen: _drop_of(chosen.ins[0], 1 - p))
 
 
 def _drop_of(layout: Layout, p: float) -> LocalFunction:

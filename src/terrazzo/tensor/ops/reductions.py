@@ -15,7 +15,7 @@ import torch
 
 from terrazzo.comm.differentiable import cast, reduce_replicate
 from terrazzo.layout import Layout
-from terrazzo.tensor.dispatch.spec import HALF, Call, Chosen, Joined, LocalFunction, Operand, Spec
+from terrazzo.tensor.dispatch.spec import HALF, Call, Chosen, Joined, LocalFunction, Operand, Spec, within
 from terrazzo.tensor.ops.accumulate import (
     axis_of_terms,
     given_type,
@@ -188,18 +188,13 @@ def all_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> 
     return None if dims is None else reduction(input, dims, keepdim, "min" if call.name == "all" else "max")
 
 
-def _along(input: Operand, dim: int, outs: int = 1) -> Spec | None:
-    """A function of whole rows along `dim` that keeps the shape."""
-    factors = tuple(range(input.ndim))
-    return Spec([factors], [factors] * outs, [input.shape] * outs, whole=frozenset((dim,)))
-
-
 @rule("cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "cummax", "cummin")
 def scan(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     dim = kwargs.get("dim", args[0] if args else (-1 if call.name in ("sort", "argsort") else None))
     if isinstance(dim, bool) or not isinstance(dim, int) or not input.ndim:
         return None
-    return _along(input, norm_dim(dim, input.ndim), 2 if call.name in ("sort", "cummax", "cummin") else 1)
+    outs = 2 if call.name in ("sort", "cummax", "cummin") else 1
+    return within(input, (norm_dim(dim, input.ndim),), outs=outs)
 
 
 @rule("topk")
@@ -207,10 +202,7 @@ def topk(call: Call, input: Operand, k: Any, dim: int = -1, largest: bool = True
     if not isinstance(k, int) or not input.ndim:
         return None
     d = norm_dim(dim, input.ndim)
-    factors = tuple(range(input.ndim))
-    out = tuple(None if f == d else f for f in factors)
-    shape = tuple(k if i == d else n for i, n in enumerate(input.shape))
-    return Spec([factors], [out] * 2, [shape] * 2, whole=frozenset((d,)))
+    return within(input, (d,), [k if i == d else n for i, n in enumerate(input.shape)], outs=2)
 
 
 def _cut_reduction(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec, within
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.ops.views import norm_dim
@@ -38,9 +38,8 @@ def repeat_interleave(
         dim = 0
     d = norm_dim(dim, input.ndim)
     n = input.shape[d]
-    factors: Dims = tuple(range(input.ndim))
-    shape = tuple(n * repeats if i == d else m for i, m in enumerate(input.shape))
-    return Spec([factors], [factors], [shape], linear=[(0,)], moves_only=True, even={d: (n, n * repeats)})
+    shape = [n * repeats if i == d else m for i, m in enumerate(input.shape)]
+    return within(input, (), shape, linear=[(0,)], moves_only=True, even={d: (n, n * repeats)})
 
 
 @decomposition("repeat_interleave")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Operand, Spec, within
 from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.ops.views import norm_dim
 
@@ -15,9 +15,7 @@ def _within(input: Operand, dims: Any) -> Spec | None:
     named = [dims] if isinstance(dims, int) else dims
     if not input.ndim or not isinstance(named, (list, tuple)) or not all(isinstance(d, int) for d in named):
         return None
-    factors = tuple(range(input.ndim))
-    whole = frozenset(norm_dim(d, input.ndim) for d in named)
-    return Spec([factors], [factors], [input.shape], whole=whole, linear=[(0,)], moves_only=True)
+    return within(input, [norm_dim(d, input.ndim) for d in named], linear=[(0,)], moves_only=True)
 
 
 @rule("flip")

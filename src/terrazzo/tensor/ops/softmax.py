@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from terrazzo.layout import Partial
-from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Operand, Spec, within
 from terrazzo.tensor.ops.accumulate import in_working_type, rounded, working_type
 from terrazzo.tensor.ops.questions import is_sharded_along
 from terrazzo.tensor.ops.reductions import reduced_dims, reduction
@@ -23,8 +23,7 @@ def softmax(call: Call, input: Operand, dim: Any = None, *args: Any, **kwargs: A
     d = norm_dim(dim, input.ndim)
     if call.name in DECOMPOSED and is_sharded_along(input, (d,)):
         return None
-    factors = tuple(range(input.ndim))
-    return Spec([factors], [factors], [input.shape], whole=frozenset((d,)))
+    return within(input, (d,))
 
 
 def _in_working_type(x: Any, dtype: Any, to_float: Any) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, within
 from terrazzo.tensor.ops.halo import Window, each, plan_halo
 from terrazzo.tensor.ops.questions import is_sharded_along
 from terrazzo.tensor.ops.reductions import loser
@@ -131,7 +131,6 @@ def _pool_of_parts(call: Call, input: Operand, n: int) -> Spec | None:
     shape = tuple(slides[d].outputs(size) if d in slides else size for d, size in enumerate(input.shape))
     if min(shape) < 1:
         return None
-    factors: Dims = tuple(range(input.ndim))
 
     def localize(chosen: Chosen) -> LocalFunction:
         halo = plan_halo(chosen.ins[0], chosen.outs[0], slides, chosen.sharded)
@@ -150,7 +149,7 @@ def _pool_of_parts(call: Call, input: Operand, n: int) -> Spec | None:
 
         return run
 
-    return Spec([factors], [factors], [shape], linear=[(0,)] if "avg" in call.name else [], localize=localize)
+    return within(input, (), shape, linear=[(0,)] if "avg" in call.name else [], localize=localize)
 
 
 _PADDING = 3  # the position of this argument; set to 0, because the halo has padded already

@@ -17,7 +17,7 @@ from terrazzo._torch.tensors import is_one_of_several_views, is_view
 from terrazzo.errors import DTensorError
 from terrazzo.tensor.copied_view import CopiedView
 from terrazzo.tensor.dispatch.outside_mesh import not_known
-from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec, within
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.strides import has_view, is_thin, no_view, view_groups, what_strides_say
@@ -144,8 +144,7 @@ def flatten(call: Call, input: Operand, start_dim: int = 0, end_dim: int = -1) -
     if start > end:
         return None
     if start == end:  # C++ returns its argument
-        dims = tuple(range(input.ndim))
-        return Spec([dims], [dims], [input.shape], linear=[(0,)], moves_only=True, localize=lambda chosen: _itself)
+        return within(input, linear=[(0,)], moves_only=True, localize=lambda chosen: _itself)
     shape = (*input.shape[:start], prod(input.shape[start : end + 1]), *input.shape[end + 1 :])
     return reshape_spec(call, input, shape)
 
