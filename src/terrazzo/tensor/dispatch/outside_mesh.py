@@ -19,7 +19,7 @@ from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.dispatch.keys import Route
 from terrazzo.tensor.dispatch.planner import CallPlan
 from terrazzo.tensor.dispatch.spec import Call, Operand
-from terrazzo.tensor.dispatch.structure import get_at, map_tensors, of_one_element, put_at
+from terrazzo.tensor.dispatch.structure import get_at, map_tensors, of_one_element, put_at, tied_to
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.strides import note_strides, strides_in_memory
 
@@ -64,16 +64,12 @@ def in_place_outside_mesh(
     except (NEEDS_SHAPE, NEEDS_VALUE, NO_FAKE):
         pass
     target: DTensor = args[0]
-    sources = [o for o in map(_local_at(args, kwargs), call.operands[1:]) if o.requires_grad]
+    sources = [o for o in [get_at(args, kwargs, o.path) for o in call.operands[1:]] if o.requires_grad]
     differentiates = target._local.is_floating_point() or target._local.is_complex()
     if torch.is_grad_enabled() and differentiates and (sources or target._local.requires_grad):
         written = target._local.detach().clone()
-        target._local.copy_(_OfNothing.apply(len(sources), *sources, written)[0] if sources else written)
+        target._local.copy_(tied_to(written, *[o._local for o in sources]))
     return target
-
-
-def _local_at(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return lambda operand: get_at(args, kwargs, operand.path)._local
 
 
 def _results(
@@ -114,7 +110,7 @@ def _results(
                 return tensor  # the operation had nothing to do and returned its argument
         local = torch.zeros(out.local_shape, dtype=like.dtype, device=given[0]._local.device)
         if like.requires_grad:
-            local = _OfNothing.apply(len(sources), *sources, local)[0]
+            local = tied_to(local, *sources)
         if strides and out.ndim:
             local = note_strides(local, out.shape, like.stride())
         return wrap(local, out)
@@ -169,17 +165,3 @@ def _of_one_element(func: Any, loc: Sequence[Any], kw: Mapping[str, Any]) -> Any
         return func(*args, **kwargs)
     except Exception:
         return None
-
-
-class _OfNothing(torch.autograd.Function):
-    """Connects results to the operands in the autograd graph, so that backward runs here as on the other ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.operands = [(t.shape, t.dtype, t.device) for t in tensors[:count]]
-        return tuple(t.clone() for t in tensors[count:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.operands]
-        return (None, *zeros, *(None for _ in grads))

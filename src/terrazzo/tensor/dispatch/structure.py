@@ -27,6 +27,19 @@ def map_tensors(value: Any, make: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
+def tied_to(result: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+    """`result`, which does not depend on `sources`, with them in its graph: their gradients are 0, to any order.
+
+    On a rank that has nothing to compute, because other ranks' backward communicates with this one's.
+    """
+    for source in sources:
+        if source.requires_grad and torch.is_grad_enabled():
+            nothing = source.reshape(-1)[:0].sum()
+            nothing = nothing.real if nothing.is_complex() and not result.is_complex() else nothing
+            result = result + nothing.to(result.dtype)
+    return result
+
+
 def of_one_element(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor of the same dtype and number of dims with one element, which as an index is in bounds."""
     make = torch.ones if tensor.is_floating_point() else torch.zeros

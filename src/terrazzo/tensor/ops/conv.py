@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.ops.accumulate import product_type
 from terrazzo.tensor.ops.halo import Halo, Window, each, plan_halo
 from terrazzo.tensor.ops.questions import is_sharded_along
@@ -158,18 +159,10 @@ def _with_halo(halo: Halo, shape: tuple[int, ...], n: int, share: int) -> LocalF
     ) -> torch.Tensor:  # fmt: skip
         x = halo.around(input, 0.0)
         if x.numel() and weight.numel() and prod(shape):
-            result: torch.Tensor = func(x, weight, bias, stride, 0, dilation, share)
-            return result
-        return _nothing(shape, n, x, weight, bias)
+            whole: torch.Tensor = func(x, weight, bias, stride, 0, dilation, share)
+            return whole
+        result = tied_to(x.new_zeros(shape), x, weight)
+        result = result if bias is None else result + bias.view(-1, *(1,) * n)
+        return result.to(product_type(x.dtype, x.device))
 
     return run
-
-
-def _nothing(
-    shape: tuple[int, ...], n: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Zeros and the bias; all operands are in the graph, because backward communicates with other ranks."""
-    result = x.new_zeros(shape) + (x.reshape(-1)[:0].sum() + weight.reshape(-1)[:0].sum())
-    if bias is not None:
-        result = result + bias.view(-1, *(1,) * n)
-    return result.to(product_type(x.dtype, x.device))

@@ -15,6 +15,7 @@ from terrazzo.comm.collectives import all_gather
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.dispatch.outside_mesh import not_known
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
+from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.questions import is_cut
 from terrazzo.tensor.ops.reductions import loser, reduced_dims, reduction
@@ -104,7 +105,7 @@ def _extreme(input: Any, op: str, dim: Any, keepdim: bool) -> Any:
     value, place = _find(x, op, d)
     layout = _without_dims(x._layout, (d,))
     if x._local.requires_grad and torch.is_grad_enabled():
-        value = _Extreme.apply(x._local, value, place, d, x._layout.box().offsets[d])
+        value = _in_graph(x._local, value, place - x._layout.box().offsets[d], d)
     shape = layout.local_shape
     found: tuple[Any, Any] = wrap(value.reshape(shape), layout), wrap(place.reshape(shape), layout)
     if keepdim:
@@ -191,25 +192,9 @@ def _find_own(local: torch.Tensor, layout: Layout, op: str, dim: int | None) -> 
     return local.reshape(-1)[at], place
 
 
-class _Extreme(torch.autograd.Function):
-    """The extremes; the gradient of each goes to the rank and the index where it was found."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, value: torch.Tensor, place: torch.Tensor, d: int, first: int) -> Any:
-        ctx.save_for_backward(place)
-        ctx.of = (local.shape, d, first)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        (place,) = ctx.saved_tensors
-        shape, d, first = ctx.of
-        own = place - first
-        here = (own >= 0) & (own < shape[d])
-        full = grad.new_zeros(shape)
-        if shape[d]:
-            own = own.masked_fill(~here, 0).unsqueeze(d)
-            full = full.scatter_add(d, own, grad.masked_fill(~here, 0).unsqueeze(d))
-        else:
-            full = full + grad.sum() * 0
-        return full, None, None, None, None
+def _in_graph(local: torch.Tensor, value: torch.Tensor, own: torch.Tensor, d: int) -> torch.Tensor:
+    """The extremes, whose gradients go to the rank and the index (`own`, counted in its part) where they were found."""
+    here = (own >= 0) & (own < local.shape[d])
+    if not local.shape[d]:
+        return tied_to(value, local)
+    return torch.where(here, local.gather(d, own.masked_fill(~here, 0).unsqueeze(d)).squeeze(d), value)

@@ -14,6 +14,7 @@ from terrazzo.tensor import random
 from terrazzo.tensor.copied_view import check_writable, pass_on
 from terrazzo.tensor.counter import AnyWords
 from terrazzo.tensor.dispatch.spec import Call, LocalFunction, Operand, Spec, within
+from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import decomposition, handler, rule
 from terrazzo.tensor.redistribute import redistribute_local
@@ -207,7 +208,7 @@ def bernoulli(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     else:
         _check_parameters(dtype, "bernoulli_", p)
         drawn = random.drawn(layout, dtype, kwargs.get("generator"), lambda words: random.true_with(words, float(p)))
-    result = wrap(_without_gradient(drawn, reduced._local), reduced._layout)
+    result = wrap(tied_to(drawn, reduced._local), reduced._layout)  # the source requires a gradient, which is 0
     if kwargs.get("out") is not None:
         kwargs["out"].copy_(result)
         return kwargs["out"]
@@ -227,26 +228,7 @@ def normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     noise = wrap(random.normal(reduced._layout, reduced.dtype, kwargs.get("generator")), reduced._layout)
     drawn = cast(DTensor, (mean + noise * std).detach())
     sources = [v._local for v in (mean, std) if isinstance(v, DTensor)]
-    return wrap(_without_gradient(drawn._local, *sources), drawn._layout)
-
-
-def _without_gradient(drawn: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-    """Connect the drawn values to `sources`, as PyTorch does: they require a gradient, which is 0 for the sources."""
-    if not (torch.is_grad_enabled() and any(source.requires_grad for source in sources)):
-        return drawn
-    result: torch.Tensor = _WithoutGradient.apply(drawn, *sources)
-    return result
-
-
-class _WithoutGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, drawn: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-        ctx.sources = [(source.shape, source.dtype, source.device) for source in sources]
-        return drawn.view_as(drawn)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return None, *[torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.sources]
+    return wrap(tied_to(drawn._local, *sources), drawn._layout)
 
 
 def _dropped(x: DTensor, p: float, mask_shape: Sequence[int]) -> tuple[DTensor, torch.Tensor]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from terrazzo.comm.differentiable import cast, reduce_replicate
-from terrazzo.layout import Layout
 from terrazzo.tensor.dispatch.spec import HALF, Call, Chosen, Joined, LocalFunction, Operand, Spec, within
+from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.ops.accumulate import (
     axis_of_terms,
     given_type,
@@ -155,9 +155,7 @@ def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spe
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             x = _input_of(loc, kw)
-            result = torch.full(shape, loser(x.dtype, op), dtype=x.dtype, device=x.device)
-            # In the graph, because other ranks' backward communicates with this one's.
-            return result + x.sum().to(x.dtype) if x.requires_grad else result
+            return tied_to(torch.full(shape, loser(x.dtype, op), dtype=x.dtype, device=x.device), x)
 
         return run
 
@@ -245,7 +243,9 @@ def vector_norm(
                 return alone
             result = given_type(func, loc, kw)
             if empty:
-                norms = _constant(local, out, norm_of_nothing(order), working_type(result).to_real())
+                real = working_type(result).to_real()
+                norms = torch.full(out.local_shape, norm_of_nothing(order), dtype=real, device=local.device)
+                norms = tied_to(norms, local)
             else:
                 wide = working_type(result) if local.dtype in HALF else dtype
                 norms = torch.linalg.vector_norm(local, order, dims, keepdim, dtype=wide)
@@ -258,13 +258,6 @@ def vector_norm(
         return Joined(run, half_only=False)
 
     return _cut_reduction(x, dims, keepdim, make)
-
-
-def _constant(local: torch.Tensor, out: Layout, value: float, dtype: torch.dtype) -> torch.Tensor:
-    """The contribution of a rank with an empty shard; in the graph, because other ranks' backward communicates with
-    this one's."""
-    result = torch.full(tuple(out.local_shape), value, dtype=dtype, device=local.device)
-    return result + local.sum().abs().to(dtype) if local.requires_grad else result
 
 
 @rule("norm")

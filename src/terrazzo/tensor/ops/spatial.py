@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, within
+from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.ops.halo import Window, each, plan_halo
 from terrazzo.tensor.ops.questions import is_sharded_along
 from terrazzo.tensor.ops.reductions import loser
@@ -141,8 +142,7 @@ def _pool_of_parts(call: Call, input: Operand, n: int) -> Spec | None:
             lowest = 0.0 if "avg" in call.name else loser(x.dtype, "max")
             around = halo.around(x, lowest)
             if not math.prod(out):
-                # In the graph, because other ranks' backward may communicate with this one's.
-                return around.new_zeros(out) + around.sum().to(around.dtype)
+                return tied_to(around.new_zeros(out), around)
             positional = [around, *loc[1:_PADDING], *[0 for _ in loc[_PADDING : _PADDING + 1]], *loc[_PADDING + 1 :]]
             result: torch.Tensor = func(*positional, **{k: v for k, v in kw.items() if k not in ("input", "padding")})
             return result
