@@ -1,14 +1,19 @@
-"""Attributes of a DTensor that are facts: they are answered without communication, so that one rank alone may ask.
+"""What a DTensor answers besides operations: attributes, its memory (refused), and its values as numbers and lists.
+
+Attributes are facts: they are answered without communication, so that one rank alone may ask.
 
 `torch.Tensor` has its attributes as descriptors in C. Those that are operations (`T`, `real`) go through
 `__torch_function__`; every other one that `DTensor` does not define itself, also one of a later PyTorch, is that of the
 local tensor. Without this, an attribute would be an operation without a rule, for which all ranks gather the tensor.
+
+Values need the whole tensor, so all ranks take part.
 """
 
 from __future__ import annotations
 
+from numbers import Number
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -90,3 +95,122 @@ class OwnAttributes:
     def _is_view(self: Any) -> bool:
         local: torch.Tensor = self._local
         return is_view(local) and not (local.is_leaf and local.requires_grad)  # as parameters are, parts of one buffer
+
+
+# ------------------------------------------------------------------ memory and storage
+
+
+class NoRawAccess:
+    """Refuses everything that would expose a tensor's memory, and says what to use instead."""
+
+    __slots__ = ()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("numpy()")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("conversion to a numpy array")
+
+    def data_ptr(self) -> NoReturn:
+        _refuse("data_ptr()")
+
+    def const_data_ptr(self) -> NoReturn:
+        _refuse("const_data_ptr()")
+
+    def untyped_storage(self) -> NoReturn:
+        _refuse("untyped_storage()")
+
+    def storage(self) -> NoReturn:
+        _refuse("storage()")
+
+    def _typed_storage(self) -> NoReturn:
+        _refuse("typed storage")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("DLPack export")
+
+    def __dlpack_device__(self) -> NoReturn:
+        _refuse("DLPack export")
+
+    def share_memory_(self) -> NoReturn:
+        _refuse("share_memory_()")
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], NoRawAccess):
+            self.data = args[0].detach()  # type: ignore[misc, attr-defined]  # both are DTensors
+            return self
+        _refuse("set_() of anything but a DTensor")
+
+    def resize_(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse("resize_()")
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise AttributeError("a DTensor has no __cuda_array_interface__: use to_local() or full_tensor()")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise DTensorError(
+        f"{what} is not possible for a DTensor, whose elements are spread over several ranks: use .to_local() for this "
+        "rank's part or .full_tensor() for the whole"
+    )
+
+
+def refuse_export() -> NoReturn:
+    _refuse("DLPack export")
+
+
+# ------------------------------------------------------------------ values of Python
+
+
+class OneValue:
+    """Conversions of a DTensor with one element to Python's numbers, and the questions that use them."""
+
+    __slots__ = ()
+    _local: torch.Tensor
+    _layout: Any
+
+    def item(self) -> Any:
+        return self._one_value("item").item()
+
+    def tolist(self) -> Any:
+        return self._whole().tolist()
+
+    def __bool__(self) -> bool:
+        return bool(self._one_value("bool"))
+
+    def __int__(self) -> int:
+        return int(self._one_value("int"))
+
+    def __float__(self) -> float:
+        return float(self._one_value("float"))
+
+    def __complex__(self) -> complex:
+        return complex(self._one_value("complex"))
+
+    def __index__(self) -> int:
+        if self._layout.shape.numel() != 1:  # what Python expects of what is no index, as in `[0] * x`
+            raise TypeError("only integer tensors of a single element can be converted to an index")
+        if self._layout.coord is None:  # sizes and bounds come from it, which would differ from those of other ranks
+            raise DTensorError(
+                f"this rank is outside the mesh {self._layout.mesh}, so the value of this DTensor, which is used as an "
+                "index or a size, is not known; call this on ranks of the mesh only"
+            )
+        return self._one_value("index").__index__()
+
+    def __contains__(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor | Number | torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise RuntimeError(f"a tensor may contain tensors and numbers, and was asked for a {type(value)}")
+        where: Any = self == value
+        return bool(where.any())
+
+    def _one_value(self, what: str) -> torch.Tensor:
+        if self._layout.shape.numel() != 1:
+            raise RuntimeError(
+                f"{what}() needs a tensor with one element, this DTensor has shape {tuple(self._layout.shape)}"
+            )
+        return self._local.detach() if self._layout.is_replicated else self._whole()
+
+    def _whole(self) -> torch.Tensor:
+        whole: torch.Tensor = self.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor's
+        return whole

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.groups import current_mesh as enclosing_mesh
 from terrazzo._torch.tensors import is_view
+from terrazzo._torch.tensors import make_wrapper as _make
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather, broadcast
 from terrazzo.comm.mesh import canonical_mesh
@@ -27,7 +28,6 @@ from terrazzo.tensor.cross_mesh import redistribute_across
 from terrazzo.tensor.dtensor import DTensor, gradient_layout, sums_only, wrap
 from terrazzo.tensor.foreign import refuse_torch_dtensor
 from terrazzo.tensor.links import links
-from terrazzo.tensor.pending import pending
 from terrazzo.tensor.policy import asked_for, describing
 from terrazzo.tensor.redistribute import Gathered, gathered_from, redistribute_local, run_step, start_step
 from terrazzo.tensor.strides import global_stride
@@ -364,3 +364,34 @@ links.from_local, links.to_local, links.full_tensor = from_local, to_local, full
 links.redistribute, links.chunk_list, links.chunk_at = redistribute, chunk_list, chunk_at
 
 __all__ = ["chunk_at", "chunk_list", "current_mesh", "from_local", "full_tensor", "redistribute", "to_local"]
+
+_STRIDED = torch.strided  # passed by position, which saves a tenth of an operation's cost
+
+
+class PendingDTensor(DTensor):
+    """A DTensor whose communication is running; it becomes a plain `DTensor` when its local tensor is first used."""
+
+    __slots__ = ()
+
+    @property
+    def _local(self) -> torch.Tensor:  # type: ignore[override]  # a slot in the base class, which is set at the end
+        local = self._pending()
+        _local_slot.__set__(self, local)
+        object.__setattr__(self, "__class__", DTensor)
+        return local
+
+    def _shown(self) -> str:
+        """Not the local tensor: what is still to be sent needs all ranks, and one alone may print."""
+        return "<in communication>"
+
+
+_local_slot: Any = DTensor.__dict__["_local"]
+
+
+def pending(layout: Layout, like: torch.Tensor, resolve: Callable[[], torch.Tensor]) -> DTensor:
+    """A DTensor whose local tensor `resolve` returns when it is first used."""
+    result: PendingDTensor = _make(PendingDTensor, layout.shape, None, None, None, like.dtype, _STRIDED, like.device)
+    result._layout = layout
+    result._memo = None
+    result._pending = resolve
+    return result

@@ -26,7 +26,7 @@ from terrazzo._torch.tensors import set_wrapper_data as set_wrapper_data
 from terrazzo.comm.mesh import ranks_of
 from terrazzo.errors import DTensorError, DTensorTypeError
 from terrazzo.layout import Layout, Partial, Placement
-from terrazzo.tensor.attributes import OwnAttributes, define_attributes
+from terrazzo.tensor.attributes import NoRawAccess, OneValue, OwnAttributes, define_attributes
 from terrazzo.tensor.dispatch.keys import (
     FALSE,
     KEYWORD,
@@ -45,8 +45,6 @@ from terrazzo.tensor.dispatch.keys import (
     routes,
 )
 from terrazzo.tensor.links import links
-from terrazzo.tensor.one_value import OneValue
-from terrazzo.tensor.raw_access import NoRawAccess
 from terrazzo.tensor.strides import global_stride, is_contiguous, keeping_strides
 
 WRITTEN = "_on_write"

@@ -15,11 +15,10 @@ import torch
 
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Placement
-from terrazzo.tensor.dispatch.candidates import Candidate
-from terrazzo.tensor.dispatch.costs import Cost
-from terrazzo.tensor.dispatch.describe import check_one_mesh, describe
+from terrazzo.tensor.dispatch.candidates import Candidate, Cost
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.names import canonical_name
+from terrazzo.tensor.dispatch.plain import check_one_mesh, describe
 from terrazzo.tensor.dispatch.planner import Choice, choices, make_plan
 from terrazzo.tensor.dispatch.spec import Call, Spec
 from terrazzo.tensor.dispatch.structure import get_at

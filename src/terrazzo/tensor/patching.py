@@ -17,13 +17,11 @@ from terrazzo._torch import clipping, exporting, function_apply, masked, optimiz
 from terrazzo._torch.compiling import stay_eager
 from terrazzo.errors import DTensorArgumentError
 from terrazzo.tensor.api import distribute_module, distribute_tensor
+from terrazzo.tensor.attributes import refuse_export
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.ops import recurrent
-from terrazzo.tensor.ops.autograd import apply_function, forward_mode, with_graph_of_wrapper
-from terrazzo.tensor.ops.clipping import clipping_norm
-from terrazzo.tensor.ops.foreach import locals_to_step
-from terrazzo.tensor.ops.transforms import grad_and_value
-from terrazzo.tensor.raw_access import refuse_export
+from terrazzo.tensor.ops.autograd import apply_function, forward_mode, grad_and_value, with_graph_of_wrapper
+from terrazzo.tensor.ops.foreach import clipping_norm, locals_to_step
 
 
 def install() -> None:

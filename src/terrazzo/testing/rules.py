@@ -17,9 +17,9 @@ from terrazzo.errors import DTensorArgumentError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.layout.chunking import chunk_sizes
 from terrazzo.tensor.dispatch.candidates import candidates_of
-from terrazzo.tensor.dispatch.describe import describe
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, Decomposed
+from terrazzo.tensor.dispatch.plain import describe
 from terrazzo.tensor.dispatch.spec import Chosen, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import wrap

@@ -11,6 +11,6 @@
     fallback    replicate and run, where nothing else applies
 
 The other modules are parts of these: `overrides` holds users' own rules, `outside_mesh` runs calls on ranks outside the
-mesh, `empties` checks whether a function accepts empty shards, `shapes` whether it accepts the global shapes, `bounds`
-checks index values, `structure` maps nested results.
+mesh, `empties` checks whether a function accepts empty shards, `shapes` whether it accepts the global shapes, `plain`
+describes the arguments, `structure` maps nested results.
 """

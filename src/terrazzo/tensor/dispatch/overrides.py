@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, TorchDispatchMode
-from terrazzo.tensor.dispatch.decompose import run_composite
+from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, TorchDispatchMode, without_subclass_functions
 from terrazzo.tensor.dispatch.spec import Call, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor
@@ -71,3 +70,9 @@ def on_meta(t: torch.Tensor) -> torch.Tensor:
     """A tensor of the same global shape and dtype, without data."""
     dtype = t._local.dtype if isinstance(t, DTensor) else t.dtype
     return torch.empty(tuple(t.shape), dtype=dtype, device="meta")
+
+
+def run_composite(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Let C++ decompose `func`, calling back with its parts (`dispatch.aten`)."""
+    with without_subclass_functions():
+        return func(*args, **kwargs)

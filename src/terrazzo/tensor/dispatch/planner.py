@@ -15,8 +15,7 @@ import torch
 
 from terrazzo.layout import Layout, Replicate
 from terrazzo.layout.placement import CUTS, _StridedShard
-from terrazzo.tensor.dispatch.candidates import Candidate, candidates_of
-from terrazzo.tensor.dispatch.costs import Cost, Sizes
+from terrazzo.tensor.dispatch.candidates import Candidate, Cost, Sizes, candidates_of
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Joined, LocalFunction, Spec
 from terrazzo.tensor.dispatch.structure import get_at, map_tensors, put_at
 

@@ -4,6 +4,9 @@ Where a rule refuses a call its operands may be replicated, and the operation it
 But then the shapes may differ between ranks, too: `from_local` without `shape=` assumes that all ranks have parts of
 the same size, so that ranks with different parts gather different sizes, for which gloo ends the process. So the global
 shapes are tried first, on tensors without memory.
+
+`broadcast_shapes` is here because `torch.broadcast_shapes` imports sympy, which takes longer than the rest of the first
+operation.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.errors import DTensorArgumentError
+from terrazzo.errors import DTensorArgumentError, DTensorError
 from terrazzo.tensor.dispatch.spec import Call
 from terrazzo.tensor.dispatch.structure import get_at, put_at
 
@@ -60,3 +63,20 @@ def _without_memory(local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor
 
 def _zeros(local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return local.new_zeros(()).expand(shape)  # one element
+
+
+def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The common shape of tensors of these shapes.
+
+    >>> broadcast_shapes((8, 1, 6), (7, 1), ())
+    (8, 7, 6)
+    """
+    result: list[int] = [1] * max((len(shape) for shape in shapes), default=0)
+    for shape in shapes:
+        for d, size in enumerate(shape, len(result) - len(shape)):
+            if size == 1 or size == result[d]:
+                continue
+            if result[d] != 1:
+                raise DTensorError(f"shapes {', '.join(str(tuple(s)) for s in shapes)} cannot be broadcast together")
+            result[d] = size
+    return tuple(result)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket
-from terrazzo.tensor.dispatch.bounds import check_bounds
 from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, Operand, Spec
+from terrazzo.tensor.ops.questions import check_bounds
 from terrazzo.tensor.ops.table import decomposition, rule
 
 F = torch.nn.functional

@@ -16,17 +16,16 @@ import torch
 
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Box, Layout, Partial, Placement, Replicate, Shard
-from terrazzo.tensor.broadcasting import broadcast_shapes
 from terrazzo.tensor.copied_view import check_autograd_allows, check_writable, pass_on, writing
-from terrazzo.tensor.dispatch.bounds import check_bounds
-from terrazzo.tensor.dispatch.describe import describe
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
 from terrazzo.tensor.dispatch.outside_mesh import in_place_outside_mesh, not_known
-from terrazzo.tensor.dispatch.plain import admit_plain_tensors
+from terrazzo.tensor.dispatch.plain import admit_plain_tensors, describe
 from terrazzo.tensor.dispatch.routes import cast_fresh
+from terrazzo.tensor.dispatch.shapes import broadcast_shapes
 from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, OneArgument, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, run_again, wrap
 from terrazzo.tensor.indices import MASKS, as_tuple, consumes, expanded, is_basic, is_mask, normal
+from terrazzo.tensor.ops.questions import check_bounds
 from terrazzo.tensor.ops.table import handler, rule
 from terrazzo.tensor.redistribute import redistribute_local
 from terrazzo.tensor.strides import check_no_overlap, with_strides_of

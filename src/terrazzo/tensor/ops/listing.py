@@ -12,8 +12,7 @@ import msgspec
 import torch
 
 from terrazzo._torch.dispatching import schema_of
-from terrazzo.tensor.dispatch.aliases import VIEWS_IN_PYTHON, Alias, alias_of
-from terrazzo.tensor.dispatch.names import canonical_name
+from terrazzo.tensor.dispatch.names import VIEWS_IN_PYTHON, Alias, alias_of, canonical_name
 from terrazzo.tensor.ops.table import TABLE, How, Operation, operation
 
 

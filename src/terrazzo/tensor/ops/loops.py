@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from terrazzo.errors import DTensorArgumentError
 from terrazzo.layout.placement import REDUCE_OPS
-from terrazzo.tensor.broadcasting import broadcast_shapes
+from terrazzo.tensor.dispatch.shapes import broadcast_shapes
 from terrazzo.tensor.dispatch.spec import Dims, Operand, Spec
 
 

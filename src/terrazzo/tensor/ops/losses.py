@@ -13,11 +13,10 @@ from terrazzo._torch.checkpointing import carry
 from terrazzo._torch.dispatching import get_in_thread, set_in_thread
 from terrazzo.comm.axis import Axis, axis_of
 from terrazzo.comm.collectives import all_reduce
-from terrazzo.tensor.dispatch.bounds import check_bounds
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
 from terrazzo.tensor.ops.accumulate import axis_of_shards, rounded, sums_in_single, working_type
 from terrazzo.tensor.ops.forms import place_of
-from terrazzo.tensor.ops.questions import is_sharded_along
+from terrazzo.tensor.ops.questions import check_bounds, is_sharded_along
 from terrazzo.tensor.ops.table import decomposition, rule
 
 F = torch.nn.functional

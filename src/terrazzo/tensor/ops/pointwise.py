@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from terrazzo.layout import Partial
-from terrazzo.tensor.broadcasting import broadcast_shapes
+from terrazzo.tensor.dispatch.shapes import broadcast_shapes
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec, within
 from terrazzo.tensor.ops.table import decomposition, elementwise, rule
 

@@ -1,10 +1,14 @@
-"""Questions about operands that several rules ask."""
+"""Questions about operands and indices that several rules ask."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from terrazzo._torch.tensors import assert_async
+from terrazzo.comm.captured import capturing
 from terrazzo.layout import Partial, Shard
 from terrazzo.tensor.dtensor import DTensor
 
@@ -24,3 +28,23 @@ def is_cut(x: Any, dims: Sequence[int]) -> bool:
     return is_sharded_along(x, dims) or any(
         isinstance(p, Partial) and n > 1 for p, n in zip(layout.placements, layout.mesh_shape, strict=True)
     )
+
+
+def check_bounds(values: torch.Tensor, count: int, what: str) -> None:
+    """Raise for values outside [0, count); on an accelerator through an assertion that needs no synchronisation.
+
+    For where each rank only looks up its own part: an index that is in no rank's part would give zero on every rank, so
+    the sum would be a wrong but plausible number.
+
+    >>> check_bounds(torch.tensor([0, 3]), 3, "target")
+    Traceback (most recent call last):
+    IndexError: target 3 is out of bounds: there are 3
+    """
+    if capturing():
+        return  # while a graph is captured there are no values to check
+    inside = ((values >= 0) & (values < count)).all()
+    if values.device.type != "cpu":
+        assert_async(inside, f"{what} out of bounds")
+    elif not inside:
+        wrong = values[(values < 0) | (values >= count)]
+        raise IndexError(f"{what} {wrong.flatten()[0].item()} is out of bounds: there are {count}")

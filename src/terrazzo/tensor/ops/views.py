@@ -2,6 +2,8 @@
 
 `view`, `reshape`, `flatten` and the like are splits and joins of dims. A joined dim may be sharded by its outermost
 part, and a split one by its outermost piece, if the sizes divide evenly; in other views each dim keeps its shards.
+
+Of `view(dtype)` the number of elements depends on the old dtype, and plans do not, so it is decided at each call.
 """
 
 from __future__ import annotations
@@ -15,12 +17,21 @@ import torch
 
 from terrazzo._torch.tensors import is_one_of_several_views, is_view
 from terrazzo.errors import DTensorError
-from terrazzo.tensor.copied_view import CopiedView
+from terrazzo.layout import Layout
+from terrazzo.tensor.copied_view import CopiedView, mark_alias
 from terrazzo.tensor.dispatch.outside_mesh import not_known
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec, within
-from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import decomposition, rule
-from terrazzo.tensor.strides import has_view, is_thin, no_view, view_groups, what_strides_say
+from terrazzo.tensor.strides import (
+    has_view,
+    is_thin,
+    no_view,
+    note_strides,
+    strides_in_memory,
+    view_groups,
+    what_strides_say,
+)
 
 
 def norm_dim(dim: int, ndim: int) -> int:
@@ -524,3 +535,38 @@ def as_strided(input: Any, size: Sequence[int], stride: Sequence[int], storage_o
             "unfold, or contiguous() first"
         )
     return NotImplemented
+
+
+# ------------------------------------------------------------------ the same bytes as another dtype
+
+
+@decomposition("view")
+def view_as_dtype(x: Any, dtype: Any) -> Any:
+    """`view(dtype)` only; `view` to another shape has a rule."""
+    if not isinstance(dtype, torch.dtype) or not isinstance(x, DTensor):
+        return NotImplemented
+    layout = x._layout
+    before, after = x._local.element_size(), dtype.itemsize
+    if layout.coord is None or any(p.is_partial() for p in layout.placements):
+        return NotImplemented  # the bytes of partial terms have no meaning
+    if before == after:
+        return _same_memory(x, x._local.view(dtype), layout)
+    last = layout.ndim - 1
+    if last < 0 or layout.packed or any(p.is_shard(last) for p in layout.placements):
+        return NotImplemented
+    length = layout.shape[last] * before
+    if length % after:
+        return NotImplemented  # the function itself raises the error
+    seen = Layout.of(layout.mesh, layout.placements, (*layout.shape[:last], length // after), layout.order)
+    return _same_memory(x, x._local.view(dtype), seen)
+
+
+def _same_memory(x: DTensor, local: torch.Tensor, layout: Layout) -> DTensor:
+    if is_thin(layout.local_shape, layout.shape):
+        before = strides_in_memory(x._local, x.shape)
+        whole = torch.empty_strided(tuple(x.shape), before, dtype=x.dtype, device="meta")
+        local = note_strides(local, layout.shape, whole.view(local.dtype).stride())
+    result = wrap(local, layout)
+    if type(x) is CopiedView:
+        mark_alias(result, x)
+    return result

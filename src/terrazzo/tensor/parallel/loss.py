@@ -20,11 +20,11 @@ from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.differentiable import reduce_replicate
 from terrazzo.errors import DTensorArgumentError, MixedTensorError, PlacementMismatchError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.tensor.dispatch.bounds import check_bounds
 from terrazzo.tensor.dispatch.spec import HALF
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.links import counts_as_replicated
 from terrazzo.tensor.ops.losses import ParallelLoss, parallel_loss
+from terrazzo.tensor.ops.questions import check_bounds
 
 
 @contextmanager
