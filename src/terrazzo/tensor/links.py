@@ -23,7 +23,7 @@ class Links:
     miss: Callable[..., Any]
     """Runs a call for which no route is cached (`dispatch.calls`)."""
     aten: Callable[..., Any]
-    """Runs an operator that C++ called (`dispatch.aten`)."""
+    """Runs an operator that C++ called (`dispatch.overrides`)."""
     from_local: Callable[..., Any]
     to_local: Callable[..., torch.Tensor]
     full_tensor: Callable[..., torch.Tensor]

@@ -7,10 +7,9 @@
     spec        what a rule (`terrazzo.tensor.ops`) says about a call
     planner     from a rule and the operands' layouts to the layouts that operands are redistributed to
     routes      plans as closures
-    aten        composites without a rule, decomposed by PyTorch's C++
     fallback    replicate and run, where nothing else applies
 
-The other modules are parts of these: `overrides` holds users' own rules, `outside_mesh` runs calls on ranks outside the
-mesh, `empties` checks whether a function accepts empty shards, `shapes` whether it accepts the global shapes, `plain`
-describes the arguments, `structure` maps nested results.
+The other modules are parts of these: `overrides` holds users' own rules and runs what C++ calls, `outside_mesh` runs
+calls on ranks outside the mesh, `empties` checks whether a function accepts empty shards, `shapes` whether it accepts
+the global shapes, `plain` describes the arguments, `structure` maps nested results.
 """

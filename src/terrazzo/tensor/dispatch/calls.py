@@ -13,13 +13,11 @@ from typing import Any
 
 from terrazzo._torch.dispatching import run_without_overrides_once
 from terrazzo.errors import CommError
-from terrazzo.tensor.dispatch import aten  # noqa: F401  (registers itself)
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run
-from terrazzo.tensor.dispatch.inplace import run_in_place
+from terrazzo.tensor.dispatch.inplace import run_in_place, with_out
 from terrazzo.tensor.dispatch.keys import Route, any_number, remember, routes
 from terrazzo.tensor.dispatch.names import alias_of, canonical_name
-from terrazzo.tensor.dispatch.out import with_out
 from terrazzo.tensor.dispatch.outside_mesh import not_known, replicated_outside_mesh, route_outside_mesh
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, Decomposed, leads_to_override, run_composite, take_apart
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors, check_one_mesh, describe, first_layout

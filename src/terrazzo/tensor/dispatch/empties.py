@@ -16,7 +16,7 @@ import torch
 from terrazzo.layout import coordinates_of_all_shapes, leaves_a_rank_empty
 from terrazzo.tensor.dispatch.planner import CallPlan
 from terrazzo.tensor.dispatch.spec import Spec
-from terrazzo.tensor.dispatch.structure import get_at, map_tensors, put_at
+from terrazzo.tensor.dispatch.structure import get_at, map_tensors, on_stand_ins
 
 
 def takes_empty_shards(
@@ -50,7 +50,6 @@ def _works(
     promised: Sequence[tuple[int, ...]],
     inplace: bool,
 ) -> bool:
-    args, kwargs = list(loc), dict(kw)
     probes: list[torch.Tensor] = []
     for o, shape in zip(plan.operands, shapes, strict=True):
         local = get_at(loc, kw, o.path)
@@ -59,10 +58,9 @@ def _works(
         probe = local.new_zeros(shape) if written else local.new_zeros(()).expand(shape)
         differentiable = not written and (local.is_floating_point() or local.is_complex())
         probes.append(probe.requires_grad_(differentiable))
-        put_at(args, kwargs, o.path, probe)
     try:
         with torch.enable_grad():
-            result = func(*args, **kwargs)
+            result = on_stand_ins(func, loc, kw, [o.path for o in plan.operands], probes)
             outs: list[torch.Tensor] = []
             map_tensors(result, outs.append)
             if [tuple(t.shape) for t in outs] != list(promised):

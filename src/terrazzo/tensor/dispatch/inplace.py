@@ -3,6 +3,8 @@
 Where the rule can give that layout, the caller's own in-place function runs on the local tensors. Where it cannot (a
 nonlinear write to partial terms, a cumulative one along a sharded dim), the functional form runs, and its result is
 redistributed to the layout and copied over the local tensor. Operations that change the shape rebind the object.
+
+With `out=` the result is computed, then written to the given tensors.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ import torch
 from terrazzo._torch.dispatching import OpOverload, overload_name
 from terrazzo._torch.storages import memory_of
 from terrazzo._torch.tensors import is_view
-from terrazzo.errors import DTensorError
+from terrazzo.errors import DTensorError, MixedTensorError, TerrazzoError
 from terrazzo.tensor.copied_view import check_autograd_allows, check_keeps_shape, check_writable, pass_on
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
 from terrazzo.tensor.dispatch.keys import remember
+from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.outside_mesh import in_place_outside_mesh, without_data
+from terrazzo.tensor.dispatch.plain import replicated
 from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import in_place_route
 from terrazzo.tensor.dispatch.spec import Call
+from terrazzo.tensor.dispatch.structure import on_one_element
 from terrazzo.tensor.dtensor import DTensor, become, wrap
 from terrazzo.tensor.ops.table import apply_rule
 from terrazzo.tensor.redistribute import redistribute_local
@@ -134,3 +139,65 @@ def write(target: DTensor, value: DTensor) -> None:
     check_no_overlap(target._local, target._layout.shape)  # before communicating: some ranks have nothing to write
     local = redistribute_local(value._local, value._layout, target._layout)
     target._local.copy_(local)
+
+
+# ------------------------------------------------------------------ out=
+
+
+def with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run `func` without its `out`, write the result to `out`, and return it."""
+    name, out = canonical_name(func)[0], kwargs["out"]
+    try:
+        result = func(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if not isinstance(error, TerrazzoError) or error.__cause__ is not None:  # PyTorch's, perhaps with more words
+            on_one_element(func, args, kwargs)  # its own error about `out`, which comes first
+        raise
+    outs, results = (out, result) if isinstance(out, (tuple, list)) else ((out,), (result,))
+    makes_anew = not any(isinstance(a, torch.Tensor) for a in args)  # torch.eye and the like
+    for target, value in zip(outs, results, strict=True):
+        if makes_anew and isinstance(target, DTensor) and type(value) is torch.Tensor:
+            value = replicated(value, target._layout)
+        if not isinstance(target, DTensor) or not isinstance(value, DTensor):
+            raise MixedTensorError(
+                f"{name}: out= and the inputs must all be DTensors, but out is a {type(target).__name__} and the "
+                f"result a {type(value).__name__}"
+            )
+        if value.dtype != target.dtype and target is out:
+            _ask_cpp(func, args, kwargs, value.dtype)
+        _write(name, target, value)
+    return out
+
+
+def _ask_cpp(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], type_of_result: torch.dtype) -> None:
+    """Raise PyTorch's error for an `out` of another dtype: most functions do not cast to it, some cast to any."""
+    try:
+        on_one_element(
+            func,
+            args,
+            {
+                **kwargs,
+                "out": torch.empty((1,) * kwargs["out"].ndim, dtype=type_of_result, device=kwargs["out"].device),
+            },
+        )
+    except Exception:
+        return  # the function does not work on one element, so nothing is known
+    on_one_element(func, args, kwargs)
+
+
+def _write(name: str, target: DTensor, value: DTensor) -> None:
+    if torch.is_grad_enabled() and (target.requires_grad or value.requires_grad):
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the "
+            "arguments requires grad."
+        )
+    if not torch.can_cast(value.dtype, target.dtype):
+        raise DTensorError(f"{name}: a result of {value.dtype} cannot be cast to out's {target.dtype}")
+    if target.shape == value.shape:
+        target.copy_(value)
+    elif target.numel():
+        raise DTensorError(f"{name}: out has shape {tuple(target.shape)}, but the result has {tuple(value.shape)}")
+    else:
+        converted = value.to(target.dtype)
+        assert isinstance(converted, DTensor)
+        become(target, converted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,7 @@ from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.dispatch.keys import Route
 from terrazzo.tensor.dispatch.planner import CallPlan
 from terrazzo.tensor.dispatch.spec import Call, Operand
-from terrazzo.tensor.dispatch.structure import get_at, map_tensors, of_one_element, put_at, tied_to
+from terrazzo.tensor.dispatch.structure import get_at, map_tensors, on_one_element, on_stand_ins, tied_to
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.strides import note_strides, strides_in_memory
 
@@ -92,7 +92,9 @@ def _results(
         whole = (Replicate(),) * len(operands[0].layout.mesh_shape)
         outs = [Layout.of(mesh, whole, tuple(t.shape)) for t in found]
     if result is None or outs is None or [tuple(t.shape) for t in found] != [tuple(o.shape) for o in outs]:
-        result = None if outs is None else _of_one_element(func, loc, kw)
+        result = None
+        with suppress(Exception):  # of the result only dtypes are used
+            result = None if outs is None else on_one_element(func, loc, kw)
         found = []
         map_tensors(result, found.append)
         if outs is None or len(found) != len(outs):
@@ -134,7 +136,7 @@ def _on_fakes(
     """The result for tensors of the global shapes without data, and these."""
     from terrazzo._torch.graphs import FakeTensorMode  # imports sympy, which no rank inside needs
 
-    args, kwargs, fakes = list(loc), dict(kw), []
+    fakes = []
     with _without_log(), FakeTensorMode(allow_non_fake_inputs=True):
         for o in operands:
             local = get_at(loc, kw, o.path)
@@ -144,8 +146,7 @@ def _on_fakes(
                 fake.requires_grad_()
                 fake = fake if local.is_leaf else fake.clone()
             fakes.append(fake)
-            put_at(args, kwargs, o.path, fake)
-        return func(*args, **kwargs), fakes
+        return on_stand_ins(func, loc, kw, [o.path for o in operands], fakes), fakes
 
 
 @contextmanager
@@ -156,12 +157,3 @@ def _without_log() -> Iterator[None]:
         yield
     finally:
         _LOGGER.disabled = before
-
-
-def _of_one_element(func: Any, loc: Sequence[Any], kw: Mapping[str, Any]) -> Any:
-    """The result for tensors of one element, of which only dtypes are used; None if there is none."""
-    try:
-        args, kwargs = map_tensors(list(loc), of_one_element), map_tensors(dict(kw), of_one_element)
-        return func(*args, **kwargs)
-    except Exception:
-        return None

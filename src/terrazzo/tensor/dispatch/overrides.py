@@ -1,7 +1,11 @@
-"""Users' sharding rules, by operator; see `terrazzo.tensor.experimental.register_sharding`.
+"""Operators of ATen: users' rules for them (`terrazzo.tensor.experimental.register_sharding`), and calls from C++.
 
 Our own rules are for whole functions (`torch.softmax`). A user's rule is for an ATen operator (`aten._softmax`). So a
 function that decomposes into an operator with a user's rule is decomposed before our own rule for it is used.
+
+Inside composites that PyTorch's C++ decomposes, DTensors come back here as single operations. A DTensor's autograd
+graph is that of its local tensor. C++ autograd has run before this point, but has recorded nothing for the DTensor. The
+thread state from before is restored, so that operations on the local tensors are recorded as usual.
 """
 
 from __future__ import annotations
@@ -12,10 +16,22 @@ from typing import Any, TypeAlias
 
 import torch
 
-from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, TorchDispatchMode, without_subclass_functions
+from terrazzo._torch.autograd import innermost_transform
+from terrazzo._torch.dispatching import (
+    OpOverload,
+    OpOverloadPacket,
+    TorchDispatchMode,
+    is_composite,
+    thread_state_before_dispatch,
+    without_autocast,
+    without_subclass_functions,
+)
+from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.spec import Call, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.links import links
+from terrazzo.tensor.ops.table import TABLE
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,26 @@ def on_meta(t: torch.Tensor) -> torch.Tensor:
 
 
 def run_composite(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Let C++ decompose `func`, calling back with its parts (`dispatch.aten`)."""
+    """Let C++ decompose `func`, calling back with its parts (`dispatch_aten`)."""
     with without_subclass_functions():
         return func(*args, **kwargs)
+
+
+def dispatch_aten(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run one aten operation on DTensors, called from C++."""
+    name, _ = canonical_name(op)
+    if (
+        is_composite(op)
+        and (name not in TABLE or TABLE[name].how == "body")
+        and op not in OVERRIDES
+        and op is not torch.ops.aten.detach.default
+    ):
+        return op.decompose(*args, **kwargs)
+    if innermost_transform() is not None:
+        return DTensor.__torch_function__(op, (DTensor,), args, dict(kwargs))
+    # Autocast has cast the composite's inputs already; the parts must not be cast again.
+    with thread_state_before_dispatch(), without_autocast():
+        return DTensor.__torch_function__(op, (DTensor,), args, dict(kwargs))
+
+
+links.aten = dispatch_aten

@@ -191,12 +191,7 @@ def _simple(plan: CallPlan, mesh: Any) -> Route:
                 local = loc[i]
                 if local.requires_grad:
                     loc[i] = cast_memoised(args[i], local, dims, mesh)
-        local = func(*loc, **kw)
-        result: DTensor = _make(DTensor, size, None, None, None, local.dtype, _STRIDED, local.device)
-        result._local = local
-        result._layout = out
-        result._memo = None
-        return result
+        return wrap(func(*loc, **kw), out)
 
     return run
 
@@ -227,18 +222,12 @@ def _joining(plan: CallPlan, joined: Joined, ready: Callable[..., None] | None, 
     if not half_only or ready is not None or plan.local is not None or len(plan.outs) != 1:
         return run
     out = plan.outs[0]
-    size = out.shape
 
     def run_bare(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         """The most common case, terms of a dtype that is wide enough, without one more function call."""
         if kw or loc[0].dtype in HALF:
             return run(func, args, loc, kw, kwargs)
-        local = func(*loc)
-        result: DTensor = _make(DTensor, size, None, None, None, local.dtype, _STRIDED, local.device)
-        result._local = local
-        result._layout = out
-        result._memo = None
-        return result
+        return wrap(func(*loc), out)
 
     return run_bare
 
@@ -322,11 +311,7 @@ def _simple_view(name: str, plan: CallPlan) -> Route:
         return run_one
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> DTensor:
-        local = func(*loc, **kw) if local_function is None else local_function(func, loc, kw)
-        result: DTensor = _make(DTensor, size, None, None, None, local.dtype, _STRIDED, local.device)
-        result._local = local
-        result._layout = out
-        result._memo = None
+        result = wrap(func(*loc, **kw) if local_function is None else local_function(func, loc, kw), out)
         if type(args[0]) is CopiedView:
             mark_alias(result, args[0], name)
         return result

@@ -18,7 +18,7 @@ import torch
 
 from terrazzo.errors import DTensorArgumentError, DTensorError
 from terrazzo.tensor.dispatch.spec import Call
-from terrazzo.tensor.dispatch.structure import get_at, put_at
+from terrazzo.tensor.dispatch.structure import get_at, on_stand_ins
 
 _REFUSALS = (RuntimeError, ValueError, IndexError)
 
@@ -44,12 +44,10 @@ def check_shapes(call: Call, loc: Sequence[Any], kw: Mapping[str, Any]) -> None:
 
 
 def _refusal(call: Call, loc: Sequence[Any], kw: Mapping[str, Any], make: _Make) -> Exception | None:
-    args, kwargs = list(loc), dict(kw)
-    for operand in call.operands:
-        put_at(args, kwargs, operand.path, make(get_at(loc, kw, operand.path), operand.shape))
+    tensors = [make(get_at(loc, kw, o.path), o.shape) for o in call.operands]
     try:
         with torch.no_grad():
-            call.func(*args, **kwargs)
+            on_stand_ins(call.func, loc, kw, [o.path for o in call.operands], tensors)
     except _REFUSALS as error:
         return error
     except Exception:

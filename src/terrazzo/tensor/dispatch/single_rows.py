@@ -17,7 +17,7 @@ from terrazzo._torch.dispatching import unseen_by_modes
 from terrazzo.layout import Layout
 from terrazzo.tensor.dispatch.planner import OperandPlan
 from terrazzo.tensor.dispatch.spec import LocalFunction
-from terrazzo.tensor.dispatch.structure import get_at, map_tensors, put_at
+from terrazzo.tensor.dispatch.structure import get_at, map_tensors, on_stand_ins
 from terrazzo.tensor.strides import Known, is_contiguous, is_thin, note_known, strides_in_memory, what_strides_say
 
 Strides = tuple[tuple[int, ...], ...]
@@ -87,16 +87,16 @@ def _global_strides(
 ) -> Strides | None:
     """Strides of the results on one device; None where the function does not run without values."""
     found: list[torch.Tensor] = []
+    given = [get_at(loc, kw, o.path) for o in operands]
     try:
         with unseen_by_modes(), torch.no_grad():
-            args, kwargs = list(map_tensors(list(loc), _meta)), map_tensors(kw, _meta)
-            for o in operands:
-                local, shape = get_at(loc, kw, o.path), o.dst.shape
-                strides = strides_in_memory(local, shape)
-                put_at(args, kwargs, o.path, torch.empty_strided(shape, strides, dtype=local.dtype, device="meta"))
+            whole = [
+                _meta(t, o.dst.shape, strides_in_memory(t, o.dst.shape)) for t, o in zip(given, operands, strict=True)
+            ]
+            args, kwargs = map_tensors(list(loc), _meta), map_tensors(kw, _meta)
             if name in _STRIDES_OF_ADD:
                 func, kwargs = torch.add, {}
-            map_tensors(func(*args, **kwargs), found.append)
+            map_tensors(on_stand_ins(func, args, kwargs, [o.path for o in operands], whole), found.append)
     except Exception:  # whatever it is, the function has run on the local tensors
         return None
     if [tuple(t.shape) for t in found] != [tuple(out.shape) for out in outs]:
@@ -105,5 +105,5 @@ def _global_strides(
     return tuple(tuple(s if n != 1 else 0 for s, n in zip(t.stride(), t.shape, strict=True)) for t in found)
 
 
-def _meta(t: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+def _meta(t: torch.Tensor, shape: Any = None, strides: Any = None) -> torch.Tensor:
+    return torch.empty_strided(shape or t.shape, strides or t.stride(), dtype=t.dtype, device="meta")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,10 +40,31 @@ def tied_to(result: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def of_one_element(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain tensor of the same dtype and number of dims with one element, which as an index is in bounds."""
-    make = torch.ones if tensor.is_floating_point() else torch.zeros
-    return make((1,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)
+def on_one_element(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What `func` returns, or raises, for plain tensors of one element: of its dtypes and errors something is learned.
+
+    They have the dtypes and numbers of dims of the given ones, and as indices are in bounds.
+    """
+
+    def one(t: torch.Tensor) -> torch.Tensor:
+        make = torch.ones if t.is_floating_point() else torch.zeros
+        return make((1,) * t.ndim, dtype=t.dtype, device=t.device)
+
+    return func(*map_tensors(list(args), one), **map_tensors(dict(kwargs), one))
+
+
+def on_stand_ins(
+    func: Callable[..., Any],
+    loc: Sequence[Any],
+    kw: Mapping[str, Any],
+    paths: Sequence[tuple[Any, ...]],
+    stand_ins: Sequence[torch.Tensor],
+) -> Any:
+    """What `func` returns, or raises, for other tensors than those at `paths`: without data, or of other shapes."""
+    args, kwargs = list(loc), dict(kw)
+    for path, stand_in in zip(paths, stand_ins, strict=True):
+        put_at(args, kwargs, path, stand_in)
+    return func(*args, **kwargs)
 
 
 def get_at(args: Sequence[Any], kwargs: Any, path: tuple[Any, ...]) -> Any:

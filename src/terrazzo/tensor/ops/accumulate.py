@@ -17,7 +17,7 @@ from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.differentiable import reduce_replicate
 from terrazzo.layout import Layout, Partial
 from terrazzo.tensor.dispatch.spec import HALF, Chosen, Joined, LocalFunction, result_type
-from terrazzo.tensor.dispatch.structure import map_tensors, of_one_element
+from terrazzo.tensor.dispatch.structure import on_one_element
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.redistribute import redistribute_local
 
@@ -61,7 +61,7 @@ def given_type(func: Any, loc: Sequence[Any], kw: dict[str, Any]) -> torch.dtype
     device = next(v.device.type for v in (*loc, *kw.values()) if isinstance(v, torch.Tensor))
     if kw.get("dtype") is not None or not torch.is_autocast_enabled(device):
         return found
-    dtype: torch.dtype = func(*map_tensors(list(loc), of_one_element), **map_tensors(kw, of_one_element)).dtype
+    dtype: torch.dtype = on_one_element(func, loc, kw).dtype
     return dtype
 
 

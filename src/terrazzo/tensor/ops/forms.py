@@ -97,7 +97,7 @@ def signatures(func: Any) -> tuple[Signature, ...]:
         return ()
     is_of_lists = packet.__name__.startswith("_foreach_")
     own = "self" if is_of_lists or isinstance(func, OpOverloadPacket) else "input"
-    # `out=` has been handled before (`dispatch.out`); TorchScript's overloads are not callable from Python.
+    # `out=` has been handled before (`dispatch.inplace`); TorchScript's overloads are not callable from Python.
     overloads = [o for o in packet.overloads() if o != "out" and not o.endswith("_out") and not o.startswith("prim_")]
     found = [_of_schema(schema_of(getattr(packet, o)), own) for o in overloads]
     return tuple(dict.fromkeys(found))

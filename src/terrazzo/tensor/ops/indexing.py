@@ -130,11 +130,8 @@ def _by_integers(input: Operand, items: Sequence[Any]) -> Spec | None:
     except (RuntimeError, ValueError):
         return None  # unless one of them is a mask, C++ raises an error
     of_joined = [input.ndim + k for k in range(len(joined))]
-    at = [d for d, i in enumerate(indices) if isinstance(i, Operand)]
-    whole = [d for d in range(input.ndim) if d not in at]
-    # If the indexed dims are not adjacent, the dims of the indices come first in the result.
-    before = [d for d in whole if d < at[0]] if at == list(range(at[0], at[-1] + 1)) else []
-    out = [*before, *of_joined, *[d for d in whole if d not in before]]
+    whole = _arranged(indices)
+    out = [f for d in whole for f in (of_joined if d is None else [d])]
     sizes = dict(enumerate(input.shape)) | dict(zip(of_joined, joined, strict=True))
     own = [
         tuple(
@@ -275,23 +272,34 @@ def _own_strides(picked: torch.Tensor) -> torch.Tensor:
 def _probe(shape: Sequence[int], items: Sequence[Any]) -> tuple[tuple[int, ...], dict[int, int]]:
     """The shape of the result, and where in it each whole dim goes.
 
-    The index tensors are broadcast together. Their dims take the place of the first indexed dim if the indexed dims are
-    adjacent, else they come first.
+    The index tensors are broadcast together.
+    """
+    joined = broadcast_shapes(*[_shape_of(i) for i in items if not isinstance(i, slice)])
+    found: list[int] = []
+    places: dict[int, int] = {}
+    for d in _arranged(items):
+        if d is not None:
+            places[d] = len(found)
+        found += joined if d is None else [shape[d]]
+    return tuple(found), places
+
+
+def _arranged(items: Sequence[Any]) -> list[int | None]:
+    """The whole dims as they follow each other in the result, and None for the dims of the index tensors together.
+
+    These take the place of the first indexed dim if the indexed dims are adjacent, else they come first.
     """
     at = [k for k, i in enumerate(items) if not isinstance(i, slice)]
-    joined = broadcast_shapes(*[_shape_of(items[k]) for k in at])
-    out: list[tuple[int, int | None]] = []
     apart = at != list(range(at[0], at[-1] + 1))
-    if apart:
-        out += [(n, None) for n in joined]
+    found: list[int | None] = [None] if apart else []
     d = 0
     for k, i in enumerate(items):
         if isinstance(i, slice):
-            out.append((shape[d], d))
+            found.append(d)
         elif k == at[0] and not apart:
-            out += [(n, None) for n in joined]
+            found.append(None)
         d += consumes(i)
-    return tuple(n for n, _ in out), {src: k for k, (_, src) in enumerate(out) if src is not None}
+    return found
 
 
 def _shape_of(i: Any) -> tuple[int, ...]:

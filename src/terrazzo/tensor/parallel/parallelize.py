@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.errors import ParallelPlanError, ParallelPlanTypeError
+from terrazzo.tensor.api import SharedParameters
 from terrazzo.tensor.convert import current_mesh
 from terrazzo.tensor.parallel.style import ParallelStyle
-from terrazzo.tensor.sharing import SharedParameters
 
 ParallelPlan: TypeAlias = "ParallelStyle | Mapping[str, ParallelPlan]"
 
