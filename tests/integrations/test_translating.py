@@ -27,7 +27,7 @@ import terrazzo
 import terrazzo.checkpoint
 import terrazzo.tensor
 from ranks import run_ranks
-from terrazzo.errors import PrivateHelperError
+from terrazzo.errors import PlacementsError, PrivateHelperError
 from terrazzo.fsdp import FSDPModule, fully_shard
 from terrazzo.integrations.installing import InstallWarning
 from terrazzo.tensor.placement_types import _StridedShard
@@ -161,6 +161,11 @@ def check_placements() -> None:
         from torch.distributed.tensor.placement_types import _StridedShard as Installed
 
         assert Installed is _StridedShard
+        from torch.distributed.tensor.placement_types import Partial, _MaskPartial
+
+        assert Partial is terrazzo.tensor.Partial and not isinstance(Partial(), _MaskPartial)
+        with pytest.raises(PlacementsError, match=r"_MaskPartial is a placement of PyTorch's embeddings.*Partial\(\)"):
+            _MaskPartial("sum", offset_shape=torch.Size([4, 2]))
         # Of uneven parts PyTorch means others by it, so this says what terrazzo's DTensor has.
         placements = strided(LIBRARIES["terrazzo"])
         rows = terrazzo.tensor.distribute_tensor(torch.arange(6.0), mesh, placements).to_local()
@@ -461,7 +466,6 @@ OTHERS = {
     "tensor.experimental._attention._": "load balancers of PyTorch's context_parallel, which sees plain tensors",
     "tensor.experimental._context_parallel._attention.flex_cp_allgather": "gathers plain tensors",
     "tensor.placement_types.Shard._local_shard_size_on_dim": "a name of older versions of PyTorch",
-    "tensor.placement_types._MaskPartial": "a placement that terrazzo's tensors refuse",
     "_state_dict_utils._TensorInfo": "a shape and a dtype",
 }
 

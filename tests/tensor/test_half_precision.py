@@ -177,6 +177,9 @@ def reductions() -> Iterator[Case]:
     yield Case("prod", lambda x: x.prod(), lambda: 1 + torch.randn(1003) / 64)
     yield Case("logsumexp", lambda x: x.logsumexp(0), some())
     yield Case("logsumexp of rows", lambda x: x.logsumexp((0, 1)), grid)
+    yield Case("dot", torch.dot, some(), [some()])
+    yield Case("dot that cancels", torch.vdot, cancelling, [lambda: torch.ones(SOME)])
+    yield Case("product of vectors", lambda x, w: x @ w, some(), [some()])
     yield Case("trace", lambda x: x.trace(), lambda: torch.randn(301, 301) * 300)
 
 

@@ -66,7 +66,7 @@ MODULES: Final[Mapping[str, str]] = {
 }
 
 _PRIVATE_NAMES: Final = (
-    *("_StridedShard", "_EmptyStateDictLoadPlanner"),
+    *("_StridedShard", "_MaskPartial", "_EmptyStateDictLoadPlanner"),
     *("_load_state_dict", "_load_state_dict_from_keys"),
 )
 """Private names that are replaced like public ones."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import HALF, Call, Dims, Operand, Spec, result_type
-from terrazzo.tensor.ops.accumulate import product_type
+from terrazzo.tensor.ops.accumulate import product_type, sums_in_single
 from terrazzo.tensor.ops.loops import loops
 from terrazzo.tensor.ops.table import rule
 
@@ -24,13 +24,20 @@ def _product(text: str, operands: Sequence[Any]) -> Spec | None:
 
 
 def _in_range(spec: Spec | None, operands: list[Operand]) -> Spec | None:
-    """The spec of a product; terms of a half type are reduced before it.
+    """The spec of a product; terms of a half type are reduced before it, and one number is summed in float32.
 
     Terms may be much larger than their sum, so that a product of them could overflow float16.
     """
+    if spec is not None and spec.shapes == [()]:
+        spec.joined = sums_in_single(_in_single)
     if spec is None or all(o.layout.dual is o.layout for o in operands):
         return spec
     return replace(spec, guard=_is_wide, otherwise=replace(spec, linear=[]))
+
+
+def _in_single(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+    terms: torch.Tensor = func(*[t.float() for t in loc], **{name: t.float() for name, t in kw.items()})
+    return terms
 
 
 def _is_wide(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
@@ -148,6 +155,7 @@ def einsum(call: Call, equation: str, *operands: Any) -> Spec | None:
     spec = _in_range(_product(f"{left}->{right}", tensors), tensors)
     if spec is None:
         return None
+    spec.joined = None  # the equation is not a tensor
     ins = spec.ins
     contracted = {f for f in spec.reduce if sum(f in dims for dims in ins) > 1}
     if not contracted:
