@@ -180,7 +180,6 @@ def convert_module(module: nn.Module, to: Literal["terrazzo", "torch"] = "terraz
 
     Nothing is copied: the tensors of both libraries share memory. Tied parameters stay tied, gradients are converted,
     plain tensors stay as they are. Create the optimizer afterwards, because the parameters are new objects.
-    tensors are left alone. Make the optimizer afterwards: it has to know the new parameters.
     """
     if to not in ("terrazzo", "torch"):
         raise ValueError(f"to must be 'terrazzo' or 'torch', not {to!r}")

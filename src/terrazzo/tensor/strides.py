@@ -4,7 +4,7 @@ Whether a tensor is contiguous, and whether a view of it with another shape exis
 rank; otherwise one rank would write to a copy and another to the tensor itself. So the question is asked of the global
 tensor. A local tensor's strides answer it where the rank holds several rows along each dim. Where it holds one row they
 may be anything along that dim, and without elements anything at all: there the global strides of a result are computed
-(`dispatch.single_rows`) and noted on its local tensor.
+(`dispatch.empties`) and noted on its local tensor.
 """
 
 from __future__ import annotations

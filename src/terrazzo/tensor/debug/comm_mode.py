@@ -19,8 +19,16 @@ from terrazzo._torch.groups import group_called
 from terrazzo.comm import CommEvent, add_observer, remove_observer, wire
 from terrazzo.layout import Placement
 from terrazzo.tensor.debug.counts import ByCollective, kind_of_operator
-from terrazzo.tensor.debug.record import Collective, ModuleTree, Operation, Phase, describe_argument
-from terrazzo.tensor.debug.tables import add_totals, json_tree, text_table
+from terrazzo.tensor.debug.record import (
+    Collective,
+    ModuleTree,
+    Operation,
+    Phase,
+    add_totals,
+    describe_argument,
+    json_tree,
+    text_table,
+)
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.foreign import is_torch_dtensor

@@ -27,10 +27,10 @@ from terrazzo.tensor.copied_view import (
     mark_copied,
     pass_on,
 )
+from terrazzo.tensor.dispatch.empties import noting_strides, strides_say_little
 from terrazzo.tensor.dispatch.keys import Route
 from terrazzo.tensor.dispatch.names import alias_of
 from terrazzo.tensor.dispatch.planner import CallPlan, OperandPlan
-from terrazzo.tensor.dispatch.single_rows import noting_strides, strides_say_little
 from terrazzo.tensor.dispatch.spec import HALF, Joined, OneArgument, Spec
 from terrazzo.tensor.dispatch.structure import get_at, map_tensors, put_at
 from terrazzo.tensor.dtensor import DTensor, wrap
