@@ -31,6 +31,7 @@ collective that was started before and only has to be waited for. Each node has 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -217,8 +218,12 @@ def exchange(
     """
     if axis.size == 1 and send[0] == receive[0] == Box.whole(x.shape) and tuple(shape) == tuple(x.shape):
         return x
-    wait = None if pending is None else lambda: assemble(pending.wait(), receive, shape, x)
+    wait = None if pending is None else partial(_arrived, pending, x, receive, shape)
     return _run(_EXCHANGE, x, axis, send, receive, shape, x.shape, wait=wait)
+
+
+def _arrived(pending: Pending[list[Tensor]], x: Tensor, receive: Sequence[Box | None], shape: Sequence[int]) -> Tensor:
+    return assemble(pending.wait(), receive, shape, x)
 
 
 def _exchange_boxes(
