@@ -85,14 +85,7 @@ class _Gathered:
         self.given: list[tuple[torch.Tensor, DTensor]] = []
 
     def walk(self, value: Any) -> Any:
-        if isinstance(value, DTensor):
-            return self._replicate(value)
-        if isinstance(value, (list, tuple)):
-            items = [self.walk(v) for v in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, dict):
-            return {k: self.walk(v) for k, v in value.items()}
-        return value
+        return map_tensors(value, lambda t: self._replicate(t) if isinstance(t, DTensor) else t)
 
     def _replicate(self, value: DTensor) -> torch.Tensor:
         layout = value._layout
