@@ -159,5 +159,5 @@ def test_a_file_whose_size_cannot_be_asked_for_is_closed(tmp_path: Path) -> None
     before = len(os.listdir("/proc/self/fd"))
     system = FaultySystem(at=1, fault="EIO")  # the call after `open`
     with pytest.raises(OSError, match="Input/output"):
-        LocalStore(tmp_path, system).open("file")
+        LocalStore(tmp_path, system).get("file")
     assert system.happened == "fstat" and len(os.listdir("/proc/self/fd")) == before

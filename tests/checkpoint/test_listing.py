@@ -20,7 +20,7 @@ from terrazzo.checkpoint.native.listing import NativeListing
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.plan.sharded import ChunkedTensor
 from terrazzo.checkpoint.stores import LocalStore
-from terrazzo.checkpoint.tools.describe import ReaderListing
+from terrazzo.checkpoint.tools.lazy import ReaderListing
 from terrazzo.cli import app
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
 from terrazzo.layout.box import Box

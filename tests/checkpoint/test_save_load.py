@@ -618,7 +618,7 @@ class Dead(MemoryStore):
     def list(self, prefix: str = "") -> list[Any]:
         raise ConnectionRefusedError(111, "Connection refused")
 
-    def open(self, key: str) -> Any:
+    def get(self, key: str, most: int = 0) -> Any:
         raise ConnectionRefusedError(111, "Connection refused")
 
 

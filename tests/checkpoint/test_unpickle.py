@@ -23,9 +23,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrazzo.checkpoint.formats.stand_ins import Call
 from terrazzo.checkpoint.formats.torch_archive import TORCH_NAMES
-from terrazzo.checkpoint.formats.unpickle import PLAIN, load, loads
+from terrazzo.checkpoint.formats.unpickle import PLAIN, Call, load, loads
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsafePickleError
 
 # ------------------------------------------------------------------ plain data

@@ -42,8 +42,7 @@ if TYPE_CHECKING:
     from terrazzo.checkpoint.stateful import Stateful
     from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
     from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor
-    from terrazzo.checkpoint.tools.sealing import seal
-    from terrazzo.checkpoint.tools.verify import verify
+    from terrazzo.checkpoint.tools.verify import seal, verify
 
 __all__ = [
     "AsyncCheckpointerType",
@@ -127,8 +126,7 @@ __getattr__, __dir__ = late(
         "stateful": ["Stateful"],
         "storage": ["StorageReader", "StorageWriter", "WriteResult"],
         "tools.lazy": ["Checkpoint", "LazyTensor"],
-        "tools.sealing": ["seal"],
-        "tools.verify": ["verify"],
+        "tools.verify": ["seal", "verify"],
     },
     ["state_dict", "stores"],
 )

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from terrazzo.checkpoint.listing import Listed, Listing, in_order
-from terrazzo.checkpoint.manager.listing import steps_at
 from terrazzo.checkpoint.manager.records import VALUE as MANAGERS_RECORD
+from terrazzo.checkpoint.manager.records import steps_at
 from terrazzo.checkpoint.tools.listing import listing_of
 from terrazzo.checkpoint.tools.verify import check
 from terrazzo.cli.screen import (
@@ -146,7 +146,7 @@ def _total_bytes(checkpoint: CheckpointPath) -> int:
 def seal_checkpoint(checkpoint: CheckpointPath, json: Json = False) -> None:
     """Write checksums beside a checkpoint of another format than terrazzo's, for `verify`."""
     with errors(), paused_collector():
-        from terrazzo.checkpoint.tools.sealing import seal
+        from terrazzo.checkpoint.tools.verify import seal
 
         total = listing_of(checkpoint).total_bytes()
         with progress("sealing", total, hidden=json) as advance:

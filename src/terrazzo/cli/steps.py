@@ -8,8 +8,7 @@ from rich.filesize import decimal as human_size
 from rich.table import Table
 from rich.text import Text
 
-from terrazzo.checkpoint.manager.listing import latest_of, rows_of
-from terrazzo.checkpoint.manager.records import Record
+from terrazzo.checkpoint.manager.records import Record, latest_of, rows_of
 from terrazzo.cli.screen import OUT, print_json, shown
 
 

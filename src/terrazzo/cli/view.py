@@ -11,7 +11,7 @@ import torch
 import typer
 
 from terrazzo.checkpoint import Checkpoint
-from terrazzo.checkpoint.manager.listing import steps_at
+from terrazzo.checkpoint.manager.records import steps_at
 from terrazzo.checkpoint.stores.places import is_url
 from terrazzo.cli.screen import errors, paused_collector, progress, say
 from terrazzo.errors import ViewError

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint import PerRank
-from terrazzo.checkpoint.formats.deepspeed.folder import NewFolder
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed
 from terrazzo.checkpoint.formats.deepspeed.writing import (
+    NewFolder,
     RunLayout,
     loss_scaler,
     model_states,

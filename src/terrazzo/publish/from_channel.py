@@ -15,7 +15,7 @@ import torch
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.native.dtypes import as_bytes
 from terrazzo.checkpoint.native.memory import bytes_of
-from terrazzo.checkpoint.run.coordination import Team, raising_step_errors
+from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.comm.serving import Client
 from terrazzo.errors import CommError, CommTimeout
 from terrazzo.publish.channel import Board, Channel, called
@@ -53,26 +53,25 @@ class ChannelSource:
 
     def fetch(self, team: Team) -> Version | None:
         """Receive the publisher's version into the host copy, on all ranks together; None if there is none."""
-        with raising_step_errors():
-            publisher = team.first(self._name_of_publisher).decode()
-            if not publisher:
+        publisher = team.first(self._name_of_publisher).decode()
+        if not publisher:
+            return self._held
+        try:
+            if publisher != self._publisher:
+                self._join(team, publisher)
+            found = team.first(self._hold_new)
+            if not found:
                 return self._held
-            try:
-                if publisher != self._publisher:
-                    self._join(team, publisher)
-                found = team.first(self._hold_new)
-                if not found:
-                    return self._held
-                offer = msgspec.msgpack.decode(found, type=Offer)
-                self._held = None
-                team.together(partial(self._receive, offer))
-                team.first(lambda: self._at_all("release", self._group, True))
-            except BaseException:
-                self._leave()
-                raise
-            assert self.host_copy is not None
-            nbytes = self.host_copy.nbytes
-            self._held = Version(offer.number, offer.sequence, publisher, None, nbytes, nbytes)
+            offer = msgspec.msgpack.decode(found, type=Offer)
+            self._held = None
+            team.together(partial(self._receive, offer))
+            team.first(lambda: self._at_all("release", self._group, True))
+        except BaseException:
+            self._leave()
+            raise
+        assert self.host_copy is not None
+        nbytes = self.host_copy.nbytes
+        self._held = Version(offer.number, offer.sequence, publisher, None, nbytes, nbytes)
         return self._held
 
     def _name_of_publisher(self) -> bytes:

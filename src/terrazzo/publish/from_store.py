@@ -12,7 +12,7 @@ import torch
 from terrazzo.checkpoint.default_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.native.storage import NativeReader
-from terrazzo.checkpoint.run.coordination import Team, raising_step_errors
+from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.checkpoint.state_dict_loader import load
 from terrazzo.checkpoint.tools.lazy import Checkpoint
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
@@ -48,7 +48,7 @@ class StoreSource:
 
     def fetch(self, team: Team) -> Version | None:
         """Read the newest version into the host copy, on all ranks together; None if there is none."""
-        with ExitStack() as holding, raising_step_errors():
+        with ExitStack() as holding:
             held = self._held
 
             def find() -> bytes:

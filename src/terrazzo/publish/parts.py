@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from terrazzo.checkpoint.plan.sharded import ShardView, Viewer, check_storable, is_sharded, local_chunks
-from terrazzo.checkpoint.state_dict.persistent import state_of
+from terrazzo.checkpoint.state_dict.names import state_of
 from terrazzo.errors import PublishError, UnsupportedValueError
 from terrazzo.layout import Box
 

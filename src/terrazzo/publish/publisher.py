@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from terrazzo.checkpoint.plan.ownership import digests_of_tensors
-from terrazzo.checkpoint.run.coordination import Team, raising_step_errors
+from terrazzo.checkpoint.run.background import BackgroundWork, raise_if_any
+from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import DivergentValueError, PublishError
 from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
@@ -23,7 +24,6 @@ from terrazzo.publish.snapshot import Snapshot, published_dtype
 from terrazzo.publish.to_channel import ChannelSender
 from terrazzo.publish.to_store import Policy, StoreSender
 from terrazzo.publish.versions import Version, Versions
-from terrazzo.publish.working import BackgroundWork, raise_if_any
 
 
 class Publisher:
@@ -92,19 +92,16 @@ class Publisher:
             process_group, timeout, f"publishing to {to if isinstance(to, Channel) else Place(to)}"
         )
         self._sender: StoreSender | ChannelSender
-        with raising_step_errors():
-            team = self._side.team()
-            parts, self._described, self._share = self._agreed_share(team)
-            infos = {
-                name: TensorInfo(published_dtype(info.dtype, dtype), info.shape) for name, info in parts.infos.items()
-            }
-            if isinstance(to, Channel):
-                self._sender = ChannelSender(to, infos, self._share.aliases, timeout or TRANSFER_LIMIT)
-            else:
-                self._sender = StoreSender(Versions(Place(to)), policy, infos, self._share.aliases)
-            own = [parts.parts[number] for number in self._share.own]
-            self._snapshots = [Snapshot(own, dtype) for _ in range(self._sender.snapshots)]
-            self._number = self._sender.begin(team, self._snapshots[0])
+        team = self._side.team()
+        parts, self._described, self._share = self._agreed_share(team)
+        infos = {name: TensorInfo(published_dtype(info.dtype, dtype), info.shape) for name, info in parts.infos.items()}
+        if isinstance(to, Channel):
+            self._sender = ChannelSender(to, infos, self._share.aliases, timeout or TRANSFER_LIMIT)
+        else:
+            self._sender = StoreSender(Versions(Place(to)), policy, infos, self._share.aliases)
+        own = [parts.parts[number] for number in self._share.own]
+        self._snapshots = [Snapshot(own, dtype) for _ in range(self._sender.snapshots)]
+        self._number = self._sender.begin(team, self._snapshots[0])
         self._last: Version | None = None
         self._open = True
 
@@ -135,9 +132,8 @@ class Publisher:
         self._check_open()
         result, earlier = self._side.outcome()
         self._last = result or self._last
-        with raising_step_errors():
-            team = self._side.team()
-            raise_if_any(team, earlier)
+        team = self._side.team()
+        raise_if_any(team, earlier)
         number = (0 if self._number is None else self._number + 1) if version is None else int(version)
 
         snapshots: list[Snapshot] = []
@@ -163,9 +159,8 @@ class Publisher:
             self._sender.announce(number)
             return b""
 
-        with raising_step_errors():
-            team.reduce(take, announce)
-            beside = self._side.team_in_background()
+        team.reduce(take, announce)
+        beside = self._side.team_in_background()
         self._number = number
         (snapshot,) = snapshots
         others = [each for each in self._snapshots if each is not snapshot]
@@ -185,10 +180,9 @@ class Publisher:
         self._check_open()
         result, error = self._side.outcome()
         self._last = result or self._last
-        with raising_step_errors():
-            team = self._side.team()
-            raise_if_any(team, error)
-            self._last = self._sender.wait(team, self._last, closing=closing)
+        team = self._side.team()
+        raise_if_any(team, error)
+        self._last = self._sender.wait(team, self._last, closing=closing)
         return self._last
 
     def close(self) -> None:

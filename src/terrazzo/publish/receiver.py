@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from terrazzo.checkpoint.run.coordination import raising_step_errors
+from terrazzo.checkpoint.run.background import BackgroundWork
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import PublishError
 from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
@@ -21,7 +21,6 @@ from terrazzo.publish.from_store import StoreSource
 from terrazzo.publish.host_copy import HostCopy, sources_of
 from terrazzo.publish.parts import RenameLike, TensorInfo, parts_of
 from terrazzo.publish.versions import Version, Versions
-from terrazzo.publish.working import BackgroundWork
 
 
 class Receiver:
@@ -105,16 +104,15 @@ class Receiver:
                 the number. All ranks must pass the same.
         """
         self._check_open()
-        with raising_step_errors():
-            team = self._side.team()
-            if self._side.running is None:
-                if not wait and self._ready is not None:
-                    return self._ready.number
-                beside = self._side.team_in_background()
-                self._side.start(lambda: self._source.fetch(beside))
-            running = self._side.running
-            if not wait and running is not None and not team.all_true(running.done()):
-                return None
+        team = self._side.team()
+        if self._side.running is None:
+            if not wait and self._ready is not None:
+                return self._ready.number
+            beside = self._side.team_in_background()
+            self._side.start(lambda: self._source.fetch(beside))
+        running = self._side.running
+        if not wait and running is not None and not team.all_true(running.done()):
+            return None
         self._ready = None
         fetched, error = self._side.outcome()
         if error is not None:

@@ -12,7 +12,7 @@ import torch
 from terrazzo.checkpoint.default_planner import DefaultSavePlanner
 from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.plan.sharded import ChunkedTensor, Holders
-from terrazzo.checkpoint.run.coordination import Team, raising_step_errors
+from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.errors import CheckpointExistsError, ConflictError, PublishValueError
 from terrazzo.layout import Box
@@ -112,8 +112,7 @@ class StoreSender:
             found.extend(differences(new, windows, old, before, self._sums))
             return msgspec.msgpack.encode((total_bytes(found), new.nbytes))
 
-        with raising_step_errors():
-            answer = team.reduce(count, lambda parts: msgspec.msgpack.encode(_sums(parts)))
+        answer = team.reduce(count, lambda parts: msgspec.msgpack.encode(_sums(parts)))
         changed, total = msgspec.msgpack.decode(answer, type=tuple[int, int])
         return None if changed > self._policy.dense_above * total else found
 
@@ -145,8 +144,7 @@ class StoreSender:
     def _save(self, team: Team, state: dict[str, Any]) -> tuple[int, str]:
         """Save the version; returns the number of its folder, and its id."""
         for last in reversed(range(_TRIES)):
-            with raising_step_errors():
-                answer = team.first(lambda: b"%d" % self._versions.free_place(self._published))
+            answer = team.first(lambda: b"%d" % self._versions.free_place(self._published))
             at = int(answer)
             store = self._versions.store_of(at)
             writer = NativeWriter(store, overwrite=False)
@@ -181,8 +179,7 @@ class StoreSender:
             self._versions.clear(longer)
             return msgspec.msgpack.encode(version)
 
-        with raising_step_errors():
-            answer = team.reduce(lambda: msgspec.msgpack.encode(nbytes), enlist)
+        answer = team.reduce(lambda: msgspec.msgpack.encode(nbytes), enlist)
         return msgspec.msgpack.decode(answer, type=Version)
 
     def announce(self, number: int) -> None:

@@ -80,11 +80,8 @@ def test_what_is_uploaded_can_be_read_in_ranges(store: Store) -> None:
     assert (bytes(a), bytes(b), bytes(c)) == (b"234", b"5678", b"bc")
     assert store.stat("data-1").size == 10
     assert bytes(store.get("data-1")[0]) == b"0123456789"
-    file = store.open("data-1")
-    assert file.size == 10
-    file.read_into(7, [view(a)])
-    file.close()
-    assert bytes(a) == b"789"
+    store.read_at("data-1", 5, view(c), view(a))
+    assert (bytes(c), bytes(a)) == (b"56", b"789")
 
 
 def test_many_requests_into_few_bytes_of_memory(store: Store) -> None:
@@ -128,7 +125,11 @@ def test_an_aborted_upload_leaves_nothing(store: Store) -> None:
 
 def test_what_is_not_there(store: Store) -> None:
     store.put("short", b"abc")
-    for missing in (lambda: store.get("no"), lambda: store.stat("no"), lambda: store.open("no")):
+    for missing in (
+        lambda: store.get("no"),
+        lambda: store.stat("no"),
+        lambda: store.read_at("no", 0, view(bytearray(1))),
+    ):
         with pytest.raises(FileNotFoundError):
             missing()
     with pytest.raises(FileNotFoundError):

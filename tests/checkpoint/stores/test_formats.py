@@ -26,7 +26,7 @@ from s3_server import BUCKET, S3Server
 from terrazzo.checkpoint import Checkpoint, load, save, verify
 from terrazzo.checkpoint.formats import DCPWriter, detect
 from terrazzo.checkpoint.formats.convert import convert
-from terrazzo.checkpoint.formats.deepspeed.folder import UNFINISHED
+from terrazzo.checkpoint.formats.deepspeed.files import UNFINISHED
 from terrazzo.checkpoint.stores import MemoryStore, Place, Store, store_at
 from terrazzo.checkpoint.stores.object_store import ObjectStore
 from terrazzo.checkpoint.tools.compare import compare

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from terrazzo._late import late
 
 if TYPE_CHECKING:
-    from terrazzo.checkpoint.formats.dcp import DCPReader
-    from terrazzo.checkpoint.formats.dcp_writer import DCPWriter
+    from terrazzo.checkpoint.formats.dcp import DCPReader, DCPWriter
     from terrazzo.checkpoint.formats.deepspeed import DeepSpeedReader
     from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
     from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader, HuggingFaceWriter
@@ -37,8 +36,7 @@ __all__ = [
 __getattr__, __dir__ = late(
     __name__,
     {
-        "dcp": ["DCPReader"],
-        "dcp_writer": ["DCPWriter"],
+        "dcp": ["DCPReader", "DCPWriter"],
         "deepspeed": ["DeepSpeedReader"],
         "format": ["Checked", "Format", "Found", "Writing"],
         "huggingface": ["HuggingFaceReader", "HuggingFaceWriter"],

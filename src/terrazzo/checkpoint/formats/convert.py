@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 
 from terrazzo.checkpoint.formats import registry
+from terrazzo.checkpoint.formats.dcp import save_of_file
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA
-from terrazzo.checkpoint.formats.dcp_writer import save_of_file
 from terrazzo.checkpoint.formats.format import Progress, Writing
 from terrazzo.checkpoint.native.format import is_temporary, save_of
 from terrazzo.checkpoint.run.locate import reader_for

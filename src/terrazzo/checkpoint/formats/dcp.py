@@ -1,30 +1,54 @@
-"""The format of `torch.distributed.checkpoint`, as one of the formats."""
+"""The format of `torch.distributed.checkpoint`, as one of the formats.
+
+PyTorch's data files are named after ranks, so that a second save to a folder overwrites the first checkpoint while it
+is still valid. The format does not require this. Here every save has its own file names, and the metadata replace the
+old ones at the end, if these have not changed since the save began. Then the old data files are removed, and those
+of killed saves.
+"""
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+import re
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from terrazzo.checkpoint.formats import dcp_metadata
 from terrazzo.checkpoint.formats.checking import Value, check_file
-from terrazzo.checkpoint.formats.copying import copy_checkpoint
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
-from terrazzo.checkpoint.formats.dcp_writer import DCPWriter
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
+from terrazzo.checkpoint.formats.registry import check_is_found, import_all
 from terrazzo.checkpoint.formats.safetensors_header import Header, read_header
-from terrazzo.checkpoint.formats.source import Source
+from terrazzo.checkpoint.formats.source import Source, copy_checkpoint
 from terrazzo.checkpoint.formats.table import StoredBox, TableReader
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor, is_archive, open_archive
+from terrazzo.checkpoint.formats.torch_writing import write_archive
 from terrazzo.checkpoint.formats.zip_reading import Window
-from terrazzo.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from terrazzo.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from terrazzo.checkpoint.native.commit import Commit, by_save, remove_ended
 from terrazzo.checkpoint.native.dtypes import dtype_name
+from terrazzo.checkpoint.native.format import SEAL, lease_name, save_of
+from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.native.root import TENSOR
+from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.native.spans import StoredChunk
-from terrazzo.checkpoint.storage import StorageReader
-from terrazzo.checkpoint.stores import Place
+from terrazzo.checkpoint.plan.global_plan import merged_entries
+from terrazzo.checkpoint.planner import TensorWriteData
+from terrazzo.checkpoint.storage import StorageReader, WriteResult
+from terrazzo.checkpoint.stores import Place, Store, Upload, is_url, store_at
+from terrazzo.checkpoint.torch_api.items import item_of
+from terrazzo.checkpoint.torch_api.writers import RowWriter
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 
 
@@ -153,3 +177,166 @@ class DCP(Format):
     def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
         writer = DCPWriter(target.store, overwrite=how.overwrite)
         copy_checkpoint(Source(reader), writer, replace(how, allow_pickle=True))  # it stores all values so
+
+
+_NAME: Final = re.compile(r"__[0-9]+_(?P<save>[0-9a-f]{12})(?:_[0-9]+)?\.distcp")
+_SUFFIX: Final = ".distcp"
+
+
+class DCPWriter(RowWriter):
+    """Writes checkpoints for `torch.distributed.checkpoint.load`.
+
+    Args:
+        path: The folder, or its URL. `save(checkpoint_id=...)` replaces it.
+        sync_files: Wait until everything is on the disk.
+        overwrite: Whether an existing checkpoint may be replaced.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | Store, sync_files: bool = True, overwrite: bool = True) -> None:
+        self.sync_files = sync_files
+        self.overwrite = overwrite
+        self._name = ""  # the prefix of this rank's files
+        self._replaced: set[str] = set()  # the files of the old checkpoint, and its seal
+        import_all()  # `check_is_found` needs them
+        self._go_to(path)
+
+    def _go_to(self, path: str | os.PathLike[str] | Store) -> None:
+        if isinstance(path, Store):
+            self.path: str | Path = path.location
+            self._store = path
+        else:
+            self.path = os.fspath(path) if is_url(path) else Path(path)
+            self._store = store_at(path, durable=self.sync_files)
+        self._commit = Commit(self._store, METADATA)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the next checkpoint is written."""
+        return self.path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._commit.release()
+        if checkpoint_id is not None:
+            self._go_to(checkpoint_id)
+        self._name = ""
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        self._store.prepare()
+        if not is_coordinator:
+            return
+        check_is_found(Place(self._store), "dcp")
+        # First, so that this save fails if another one commits from now on.
+        self._commit = Commit(self._store, METADATA)
+        data = self._commit.begin(overwrite=self.overwrite)
+        self._replaced = set() if data is None else {SEAL, *(_files_of(data, str(self.path)) or ())}
+        _remove_leftovers(self._store)
+        self.save_id = uuid.uuid4().hex[:12]
+        self._commit.hold(self.save_id)
+
+    def write(self, rows: Sequence[Row], arranged: bytes, rank: int) -> list[WriteResult]:
+        self._name = f"__{rank}_{arranged.decode()}"
+        try:
+            return self._write(rows)
+        except BaseException:
+            self._remove_own()
+            raise
+
+    def _write(self, rows: Sequence[Row]) -> list[WriteResult]:
+        caps = self._store.caps
+        results: list[WriteResult] = []
+        described: dict[int, TensorWriteData] = {}
+        left = list(reversed(rows))
+        while left:
+            # One file, or several if files should be small, with the names that PyTorch gives the files of threads.
+            name = f"{self._name}{_SUFFIX}" if caps.file_bytes is None else f"{self._name}_{len(results)}{_SUFFIX}"
+            file = self._store.upload(name, 0) if caps.in_place else self._store.stream(name)
+            try:
+                position = 0
+                while left and (caps.file_bytes is None or position < caps.file_bytes):
+                    row = left.pop()
+                    end = _write_row(file, position, row)
+                    item, location = item_of(row, described), Location(name, position, end - position)
+                    results.append(WriteResult(item.index, end - position, (location, item.tensor_data)))
+                    position = end
+            except BaseException:
+                file.abort()
+                raise
+            file.finish()
+        return results
+
+    def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
+        if not metadata.state_dict_metadata:  # else a planner of a user's own has made it
+            metadata.state_dict_metadata = merged_entries(
+                [(result.index.fqn, result.storage_data[1]) for result in part] for part in results
+            )
+        metadata.storage_data = {result.index: result.storage_data[0] for part in results for result in part}
+        metadata.storage_meta = self.storage_meta()
+        metadata.version = dcp_metadata.VERSION
+        self._commit.put(dcp_metadata.encode(metadata))
+        self._commit.release()
+        used = {location.file for location in metadata.storage_data.values()}
+        self._store.delete(self._replaced - used)
+
+    def abandon(self) -> None:
+        self._remove_own()
+        self._commit.release()
+
+    def may_abandon(self) -> bool:
+        return self._commit.is_absent()
+
+    def _remove_own(self) -> None:
+        if self._name:
+            names = [entry.key for entry in self._store.list(self._name) if entry.key.endswith(_SUFFIX)]
+            self._store.delete([name for name in names if name.removeprefix(self._name)[0] in "._"])
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return is_url(checkpoint_id) or not Place(checkpoint_id).is_file()
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(str(self.path), self._name)
+
+
+def _write_row(file: Upload, position: int, row: Row) -> int:
+    """Write a tensor as `torch.save` does, or the bytes of another value; returns the position after it."""
+    if row.kind == TENSOR:
+        return write_archive(file, position, row.tensor().detach())
+    content = row.value.getbuffer() if isinstance(row.value, ObjectBytes) else memoryview(row.value)
+    file.write(position, [content])
+    return position + len(content)
+
+
+def save_of_file(name: str) -> str | None:
+    """The id of the save that wrote a data file; None if no `DCPWriter` did.
+
+    >>> save_of_file("__0_0123456789ab.distcp"), save_of_file("__0_0.distcp")
+    ('0123456789ab', None)
+    """
+    match = _NAME.fullmatch(name)
+    return None if match is None else match["save"]
+
+
+def _files_of(data: bytes | bytearray, where: str) -> set[str] | None:
+    """The data files of a checkpoint; None if its metadata cannot be read."""
+    try:
+        found = dcp_metadata.parse(data, f"{where}/{METADATA}").storage_data
+    except (CheckpointCorruptError, CheckpointFormatError):
+        return None
+    return {location.file for location in found.values()}
+
+
+def _remove_leftovers(store: Store) -> None:
+    """Remove the files of saves that ended without a commit; not those of saves in other formats."""
+    ours = {
+        save_id: entries
+        for save_id, entries in by_save(store.list(), lambda name: save_of_file(name) or save_of(name)).items()
+        if all(entry.key == lease_name(save_id) or _NAME.fullmatch(entry.key) for entry in entries)
+    }
+
+    def used() -> set[str] | None:
+        try:
+            return _files_of(store.get(METADATA)[0], store.location)
+        except FileNotFoundError:
+            return set()
+
+    remove_ended(store, ours, used)

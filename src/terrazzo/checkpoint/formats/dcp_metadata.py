@@ -17,7 +17,7 @@ import torch
 
 from terrazzo._torch.replaced import originals
 from terrazzo.checkpoint.formats import unpickle
-from terrazzo.checkpoint.formats.stand_ins import Call, Pickled, pickled
+from terrazzo.checkpoint.formats.unpickle import Call, Pickled, pickled
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,

@@ -62,15 +62,7 @@ class Found:
     @cached_property
     def start(self) -> tuple[bytes, int]:
         """The first bytes of a file, and its size; nothing, if there is no file."""
-        if not self.is_file:
-            return b"", 0
-        file = self.place.open()
-        try:
-            data = bytearray(min(_START, file.size))
-            file.read_into(0, [memoryview(data)])
-            return bytes(data), file.size
-        finally:
-            file.close()
+        return self.place.start(_START) if self.is_file else (b"", 0)
 
     @property
     def _may_be_folder(self) -> bool:

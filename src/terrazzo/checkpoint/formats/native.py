@@ -38,8 +38,7 @@ class Native(Format):
         return FileSystemReader(place.path) if place.is_named else NativeReader(place.store)
 
     def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
-        from terrazzo.checkpoint.formats.copying import copy_checkpoint
-        from terrazzo.checkpoint.formats.source import Source
+        from terrazzo.checkpoint.formats.source import Source, copy_checkpoint
         from terrazzo.checkpoint.native.storage import NativeWriter
 
         copy_checkpoint(Source(reader), NativeWriter(target.store, overwrite=how.overwrite), how)

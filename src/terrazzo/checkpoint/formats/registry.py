@@ -21,7 +21,7 @@ _formats: dict[str, Format | str] = {
     "dcp": "dcp:DCP",
     "deepspeed": "deepspeed.format:DeepSpeed",
     "huggingface": "huggingface.format:HuggingFace",
-    "safetensors": "safetensors:Safetensors",
+    "safetensors": "huggingface.format:Safetensors",
     "torch_save": "torch_save:TorchSave",
 }
 

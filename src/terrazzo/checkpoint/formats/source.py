@@ -1,23 +1,28 @@
-"""Any checkpoint as a source of single tensors and values, and of rows to write."""
+"""Any checkpoint as a source of tensors and values, and of rows to write; and how formats copy it, in pieces."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
 import torch
 
-from terrazzo.checkpoint.metadata import TensorStorageMetadata
+from terrazzo.checkpoint.formats.format import Writing
+from terrazzo.checkpoint.metadata import Metadata, TensorStorageMetadata
 from terrazzo.checkpoint.native.datafile import row_major_windows
+from terrazzo.checkpoint.native.format import SEAL
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.native.root import RAW, TYPED
 from terrazzo.checkpoint.native.rows import Form, Row, form_of, object_row
 from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.stores import Place, Store, Upload
 from terrazzo.checkpoint.torch_api.readers import Boxes
-from terrazzo.errors import CheckpointError, UnsupportedValueError
+from terrazzo.checkpoint.torch_api.writers import RowWriter
+from terrazzo.errors import CheckpointError, CheckpointExistsError, UnsupportedValueError
 from terrazzo.layout.box import Box, boxes_of_flat_range
 
 _PIECE: Final = 16 << 20  # bytes in memory at a time while a tensor is copied
@@ -129,3 +134,44 @@ def _parts(box: Box, itemsize: int) -> list[Box]:
     if box.numel * itemsize <= _CHUNK:
         return [box]
     return [part.shifted(box.offsets) for part in row_major_windows(box.lengths, _CHUNK // itemsize)]
+
+
+# ------------------------------------------------------------------ copying to another format
+
+
+def copy_checkpoint(source: Source, writer: RowWriter, how: Writing) -> None:
+    """Save the source with a writer, in this process alone."""
+    writer.set_up_storage_writer(True)
+    try:
+        rows = source.rows(how.progress, allow_pickle=how.allow_pickle)
+        results = writer.write(rows, writer.arranged([writer.about(rows)]), 0)
+        writer.finish(Metadata({}, planner_data=source.paths or None), [results])
+    except BaseException:
+        if writer.may_abandon():
+            writer.abandon()
+        raise
+
+
+def make_ready(target: Place, how: Writing) -> None:
+    """Make the folder of the target, a file; raise if it exists and may not be replaced."""
+    if target.local is not None and target.is_dir():
+        raise CheckpointExistsError(f"{target} is a folder, and the checkpoint one file: convert to a name in it")
+    if not how.overwrite and target.exists():
+        raise CheckpointExistsError(f"{target} exists: convert to another name, or with overwrite=True")
+    target.parent.store.prepare()
+
+
+@contextmanager
+def new_file(store: Store, name: str) -> Iterator[Upload]:
+    """A new file, to be written from its beginning to its end. It replaces an existing one when it is complete.
+
+    If an error is raised, the existing file stays.
+    """
+    file = store.stream(name)
+    try:
+        yield file
+    except BaseException:
+        file.abort()
+        raise
+    file.finish()
+    store.delete([f"{name}.{SEAL}"])

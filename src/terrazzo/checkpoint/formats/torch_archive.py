@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 from terrazzo.checkpoint.formats import unpickle
-from terrazzo.checkpoint.formats.stand_ins import Call
 from terrazzo.checkpoint.formats.table import StoredBox, chunk_at, read_chunk
+from terrazzo.checkpoint.formats.unpickle import Call
 from terrazzo.checkpoint.formats.zip_reading import Window, WindowStream, ZipDirectory
 from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, UnsafePickleError

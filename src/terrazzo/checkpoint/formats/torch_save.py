@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from terrazzo.checkpoint.formats.checking import check_file
-from terrazzo.checkpoint.formats.copying import make_ready, new_file
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
-from terrazzo.checkpoint.formats.source import Source
+from terrazzo.checkpoint.formats.source import Source, make_ready, new_file
 from terrazzo.checkpoint.formats.table import StoredBox, TableReader, tensor_entry
 from terrazzo.checkpoint.formats.torch_archive import (
     Archive,

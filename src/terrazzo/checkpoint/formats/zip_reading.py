@@ -13,7 +13,7 @@ import zlib
 from typing import Any, Final
 
 from terrazzo.checkpoint.native.root import FileEntry
-from terrazzo.checkpoint.stores.base import Request, Store
+from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
@@ -46,10 +46,8 @@ class Window:
 
     def _read(self, offset: int, length: int) -> bytes:
         data = bytearray(length)
-        request = Request(self.file.name, self.start + offset, [memoryview(data)])
         try:
-            for _ in self.store.read([request], in_flight_bytes=0):
-                pass
+            self.store.read_at(self.file.name, self.start + offset, memoryview(data))
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(f"{self.where}: the file is missing") from error
         except EOFError as error:

@@ -67,5 +67,5 @@ __getattr__, __dir__ = late(
         "saving": ["Moment", "SaveAny", "SaveAt", "SaveEvery", "SaveFirst", "SaveOnStop", "SavePolicy"],
         "tiers": ["Which"],
     },
-    ["committing", "copying", "hosts", "housekeeping", "mending", "peers", "removing"],
+    ["committing", "hosts", "housekeeping", "mending", "peers", "removing"],
 )

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,7 +13,7 @@ from typing import Any
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.names import name_as_latest
 from terrazzo.checkpoint.planner import SavePlanner
-from terrazzo.checkpoint.run.coordination import find_team, raising_step_errors
+from terrazzo.checkpoint.run.coordination import Team, find_team
 from terrazzo.checkpoint.state_dict_saver import async_save, save
 from terrazzo.checkpoint.stores import Place
 
@@ -34,22 +33,9 @@ class AllRanks:
         """Whether this is the first rank."""
         return find_team(self.group, alone=True).is_coordinator
 
-    def reduce(self, doing: str, step: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
-        """Call `step` on every rank, then `combine` on the first with all results; every rank gets its result."""
-        team = find_team(self.group, doing=doing, timeout=self.timeout)
-        with raising_step_errors():
-            told = team.reduce(step, combine)
-        return told
-
-    def first(self, doing: str, work: Callable[[], bytes]) -> bytes:
-        """Call `work` on the first rank; every rank gets its result."""
-        return self.reduce(doing, lambda: b"", lambda _: work())
-
-    def together(self, doing: str, work: Callable[[], object]) -> None:
-        """Call `work` on every rank, and return when all are done."""
-        team = find_team(self.group, doing=doing, timeout=self.timeout)
-        with raising_step_errors():
-            team.together(work)
+    def team(self, doing: str) -> Team:
+        """This rank among them, for steps of what they are `doing`. Collective."""
+        return find_team(self.group, doing=doing, timeout=self.timeout)
 
 
 class Unmade:
@@ -113,6 +99,6 @@ def save_named(
         saving.add_done_callback(committed)
         return finished
     save(state, **arguments)
-    ranks.together(f"moving latest of {root}", move)
+    ranks.team(f"moving latest of {root}").together(move)
     finished.set_result(None)
     return finished

@@ -280,9 +280,9 @@ def connect(own: LocalStore, send_on: Callable[[str, str], None], replicas: int,
         return msgspec.msgpack.encode((home, None if server is None else server.address))
 
     try:
-        told = ranks.reduce(doing, mark, msgspec.msgpack.encode)
+        told = ranks.team(doing).reduce(mark, msgspec.msgpack.encode)
         marks = [each.decode() for each in msgspec.msgpack.decode(told, type=list[bytes])]
-        told = ranks.reduce(doing, look, msgspec.msgpack.encode)
+        told = ranks.team(doing).reduce(look, msgspec.msgpack.encode)
     except BaseException:
         if server is not None:
             server.close()

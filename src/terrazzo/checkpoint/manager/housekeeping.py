@@ -6,20 +6,26 @@ Removals and copies run on a thread each, so the next save does not wait for the
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Final
 
-from terrazzo._threads import Worker
-from terrazzo.checkpoint.manager.copying import copy_checkpoint
-from terrazzo.checkpoint.manager.hosts import HostsStore
+from terrazzo._threads import Worker, results_of
+from terrazzo.checkpoint.manager.hosts import HostsStore, needed_files
 from terrazzo.checkpoint.manager.keeping import UNTIL_COPIED
+from terrazzo.checkpoint.manager.peers import PeerStore, copy_file
 from terrazzo.checkpoint.manager.records import Record
 from terrazzo.checkpoint.manager.removing import is_held, take_to_read
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
+from terrazzo.checkpoint.native.commit import Commit, remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import name_as_latest, name_of_step
-from terrazzo.errors import CheckpointError, CheckpointExistsError, CheckpointManagerError
+from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.stores import Store
+from terrazzo.checkpoint.stores.local import LocalStore
+from terrazzo.errors import CheckpointError, CheckpointExistsError, CheckpointIOError, CheckpointManagerError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
@@ -130,3 +136,43 @@ class Housekeeping:
             lease.release()
         if self._tiers.root.catalog.read()[-1].step == record.step:  # `latest` must not name an older one
             name_as_latest(self._tiers.root.root, name_of_step(record.step))
+
+
+# ------------------------------------------------------------------ from the local folders to the root
+
+
+def copy_checkpoint(source: HostsStore, target: Store) -> None:
+    """Copy the checkpoint of a step. A checkpoint at the target is valid until the copy is complete."""
+    data, _ = source.get(MANIFEST)
+    manifest = Root(data, source.location)
+    files = dict(needed_files(manifest))
+    target.prepare()
+    commit = Commit(target, MANIFEST)
+    commit.begin()
+    remove_leftovers(target)
+    commit.hold(manifest.head.save_id)
+    try:
+        work: dict[LocalStore | PeerStore, list[str]] = defaultdict(list)
+        loads: dict[LocalStore | PeerStore, int] = defaultdict(int)
+        host: LocalStore | PeerStore
+        for key, holders in source.holders(sorted(files, key=lambda key: -files[key])).items():
+            host = min(holders, key=loads.__getitem__)  # the host with the fewest bytes to send
+            loads[host] += files[key]
+            work[host].append(key)
+        results_of([partial(_send, host, target, keys) for host, keys in work.items()], len(work), "terrazzo-copy")
+        there = {entry.key: entry.size for entry in target.list()}
+        missing = [key for key, size in files.items() if there.get(key) != size]
+        if missing:
+            raise CheckpointIOError(f"{target.location}: {missing[0]} was copied, but is missing or has another size")
+        commit.put(memoryview(data))
+    finally:
+        commit.release()
+    remove_leftovers(target)
+
+
+def _send(host: LocalStore | PeerStore, target: Store, keys: list[str]) -> None:
+    for key in keys:
+        if isinstance(host, PeerStore):
+            host.send_on(key)
+        else:
+            copy_file(host, target, key)

@@ -9,7 +9,7 @@ then on the first rank alone, in the background, too:
     5. copy checkpoints if necessary, and remove those that no policy keeps and no reader holds (`housekeeping`)
 
 With a local folder there are two tiers (`tiers`): steps are saved in the folders of the hosts (`hosts`), and some are
-copied to the root (`copying`).
+copied to the root (`housekeeping`).
 
 The newest complete checkpoint is never removed, and `latest` always names a complete one.
 """
@@ -204,7 +204,7 @@ class CheckpointManager:
         def ask() -> bytes:
             return b"yes" if any(policy.wants(moment) for policy in others) else b""
 
-        return self._ranks.first(f"asking whether to save step {step}", ask) == b"yes"
+        return self._ranks.team(f"asking whether to save step {step}").first(ask) == b"yes"
 
     def _begin(self, step: int, metrics: Mapping[str, Any] | None, state: object) -> tuple[Record, int | None]:
         """Agree on a save: its record, and the step of the checkpoint whose files it shares."""
@@ -312,7 +312,7 @@ class CheckpointManager:
 
     def reload(self) -> None:
         """Look again which checkpoints there are."""
-        told = self._ranks.first(f"looking at {self.root}", lambda: self._encoded(self._tiers.look()))
+        told = self._ranks.team(f"looking at {self.root}").first(lambda: self._encoded(self._tiers.look()))
         self._know(msgspec.msgpack.decode(told, type=_Known))
 
     def _encoded(self, looked: Looked) -> bytes:
@@ -356,7 +356,7 @@ class CheckpointManager:
             return msgspec.msgpack.encode((chosen, self._tiers.all.index(tier), msgspec.Raw(self._encoded(looked))))
 
         try:
-            told = self._ranks.reduce(f"restoring {step} from {self.root}", ready, take)
+            told = self._ranks.team(f"restoring {step} from {self.root}").reduce(ready, take)
             chosen, number, known = msgspec.msgpack.decode(told, type=tuple[int, int, _Known])
             self._know(known)
             (record,) = [each for each in self._records if each.step == chosen]
@@ -376,7 +376,7 @@ class CheckpointManager:
         self, state: STATE_DICT_TYPE | Callable[[Store], object], planner: LoadPlanner | None, store: Store
     ) -> None:
         if callable(state):
-            self._ranks.together(f"restoring from {store.location}", partial(state, store))
+            self._ranks.team(f"restoring from {store.location}").together(partial(state, store))
             return
         group, timeout = self._ranks.group, self._ranks.timeout
         load(state, store=store, planner=planner, process_group=group, timeout=timeout, together=True)
@@ -479,7 +479,7 @@ class CheckpointManager:
     def _patiently(self, doing: str, step: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
         """Like `AllRanks.reduce`, repeated while `combine` returns nothing because the first rank is busy."""
         while True:
-            told = self._ranks.reduce(doing, step, combine)
+            told = self._ranks.team(doing).reduce(step, combine)
             if told:
                 return told
 

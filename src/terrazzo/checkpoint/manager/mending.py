@@ -16,8 +16,8 @@ from typing import Final
 import msgspec
 
 from terrazzo.checkpoint.manager.committing import AllRanks
-from terrazzo.checkpoint.manager.copying import copy_file
 from terrazzo.checkpoint.manager.hosts import HostsStore, needed_files
+from terrazzo.checkpoint.manager.peers import copy_file
 from terrazzo.checkpoint.manager.records import Record
 from terrazzo.checkpoint.manager.removing import remove, take_to_read
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
@@ -99,7 +99,7 @@ class Loading:
                 where = local.catalog.store_of(self.record.step).location
                 LOGGER.warning("%s is damaged, but is not removed because it is being read", where)
 
-        self.ranks.together(f"removing the damaged step {self.record.step} from {local.root}", discard)
+        self.ranks.team(f"removing the damaged step {self.record.step} from {local.root}").together(discard)
 
     def _mended(self, tier: Tier) -> _Damage:
         """Verify all files of the checkpoint, and replace damaged ones that are intact on another host."""
@@ -114,13 +114,13 @@ class Loading:
             mine.update(here.damaged)
             return msgspec.msgpack.encode(here)
 
-        told = self.ranks.reduce(doing, look, _judged)
+        told = self.ranks.team(doing).reduce(look, _judged)
         damage = msgspec.msgpack.decode(told, type=_Damage)
         replaced = {name: what for name, what in mine.items() if name in damage.replaced}
         if damage.replaced:
             # All are removed before the first is fetched, so that only intact files can be fetched.
-            self.ranks.together(doing, partial(own.delete, list(replaced)))
-            self.ranks.together(doing, partial(_fetch, store, replaced))
+            self.ranks.team(doing).together(partial(own.delete, list(replaced)))
+            self.ranks.team(doing).together(partial(_fetch, store, replaced))
         return damage
 
     def _held_in_root(self, leases: list[Lease]) -> bool:
@@ -134,7 +134,7 @@ class Loading:
             return b"held"
 
         doing = f"looking for step {self.record.step} in {self.tiers.root.root}"
-        return bool(self.ranks.first(doing, take))
+        return bool(self.ranks.team(doing).first(take))
 
 
 def _may_be_damage(error: CheckpointException) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -49,8 +49,7 @@ class _Folder:
         match operation, plain:
             case "read", [key, int(start), int(size)]:
                 buffer = bytearray(min(size, LONGEST))
-                with closing(store.open(key)) as file:
-                    file.read_into(start, [memoryview(buffer)])
+                store.read_at(key, start, memoryview(buffer))
                 return buffer
             case "get", [key]:
                 return bytearray(store.get(key)[0])
@@ -176,3 +175,19 @@ def _step(folder: str) -> str:
     if step_of_name(folder) is None:
         raise ValueError(f"{folder!r} is not the folder of a step")
     return folder
+
+
+def copy_file(source: Store, target: Store, key: str) -> None:
+    """Copy a file unless the target has it."""
+    size = source.stat(key).size
+    with suppress(FileNotFoundError):
+        if target.stat(key).size == size:
+            return
+
+    def pieces() -> Iterator[bytearray]:
+        for start in range(0, size, PIECE):
+            piece = bytearray(min(PIECE, size - start))
+            source.read_at(key, start, memoryview(piece))
+            yield piece
+
+    _write(target.stream(key), pieces())

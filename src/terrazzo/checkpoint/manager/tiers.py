@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from terrazzo.checkpoint.manager.committing import AllRanks
-from terrazzo.checkpoint.manager.copying import copy_file
 from terrazzo.checkpoint.manager.hosts import HostsStore, connect
 from terrazzo.checkpoint.manager.keeping import Best, KeepLast, KeepPolicy, not_copied, reasons_to_keep, settled
+from terrazzo.checkpoint.manager.peers import copy_file
 from terrazzo.checkpoint.manager.records import RUN, Catalog, Record, Unreadable, checked_step, write_reasons
 from terrazzo.checkpoint.manager.removing import clear_all, remove
 from terrazzo.checkpoint.native.names import LATEST, name_of_step, named_by_latest, step_of_name
@@ -235,7 +235,7 @@ def _claim(root: Place, own: LocalStore, ranks: AllRanks) -> None:
             root.store.put(RUN, uuid.uuid4().hex.encode(), only_if=ABSENT)
         return bytes(root.store.get(RUN, SMALL)[0])
 
-    told = ranks.first(doing, name)
+    told = ranks.team(doing).first(name)
 
     def check() -> None:
         own.prepare()
@@ -251,7 +251,7 @@ def _claim(root: Place, own: LocalStore, ranks: AllRanks) -> None:
                 "another one"
             )
 
-    ranks.together(doing, check)
+    ranks.team(doing).together(check)
 
 
 def _settled(keep: KeepPolicy | int | None, best: Best | None) -> KeepPolicy | None:

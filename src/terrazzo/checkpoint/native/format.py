@@ -18,7 +18,7 @@ VERSION: Final = 1  # of the format: another one is not read
 
 MANIFEST: Final = "manifest.terrazzo"
 SEAL: Final = "seal.terrazzo"
-"""Checksums beside a checkpoint of another format (`tools.sealing`)."""
+"""Checksums beside a checkpoint of another format (`tools.verify`)."""
 # Data begins at a multiple of this in every data file, and so does every chunk whose size is a multiple of it, unless
 # a chunk that is none comes before.
 PAGE: Final = 4096

@@ -22,7 +22,7 @@ from terrazzo.checkpoint.native.finding import PartIndexes, gone, room_for
 from terrazzo.checkpoint.native.format import checksum, decode_frame
 from terrazzo.checkpoint.native.root import TENSOR, TYPED, Root
 from terrazzo.checkpoint.native.spans import StoredChunk, spans
-from terrazzo.checkpoint.stores.base import Request, Store
+from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout.box import Box
 
@@ -156,8 +156,7 @@ def _checked(store: Store, chunk: StoredChunk, low: int, high: int) -> bytes:
 def _read(store: Store, key: str, start: int, nbytes: int) -> memoryview:
     data = room_for(store, key, nbytes)
     try:
-        for _ in store.read([Request(key, start, [data])]):
-            pass
+        store.read_at(key, start, data)
     except FileNotFoundError as error:
         raise gone(store.location, error) from error
     except EOFError as error:

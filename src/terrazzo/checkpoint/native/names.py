@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from terrazzo.checkpoint.stores import Place
-from terrazzo.errors import CheckpointFormatError
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 
 # Files that name the folder, beside them, of the last checkpoint; and of the last that DeepSpeed made universal.
 LATEST: Final = ("latest", "latest_universal")
@@ -61,17 +61,10 @@ def named_by_latest(folder: Place, names: Sequence[str] = LATEST) -> list[Place]
         if file.local is not None and file.local.is_dir():
             continue
         try:
-            opened = file.open()
+            text = bytes(folder.store.get(name, _LONGEST_TAG)[0]).decode()
         except (FileNotFoundError, NotADirectoryError):
             continue
-        try:
-            data = bytearray(min(opened.size, _LONGEST_TAG))
-            opened.read_into(0, [memoryview(data)])
-        finally:
-            opened.close()
-        try:
-            text = data.decode()
-        except UnicodeDecodeError as error:
+        except (UnicodeDecodeError, CheckpointCorruptError) as error:
             raise CheckpointFormatError(f"{file} does not hold the name of a folder ({error})") from error
         # As other programs write it, as it is, or as DeepSpeed reads it: a tag may begin and end with white space.
         tags = [tag for tag in dict.fromkeys((text.removesuffix("\n"), text, text.strip())) if tag]

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from terrazzo.checkpoint.native.commit import read_manifest
+from terrazzo.checkpoint.native.commit import committed_manifest
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
 from terrazzo.checkpoint.native.index import RAW, IndexRows
@@ -47,10 +47,8 @@ def verify_store(
     are read; the result says nothing about the others.
     """
     try:
-        manifest = read_manifest(store)
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"there is no committed checkpoint at {store.location}") from error
-    except CheckpointFormatError:
+        manifest = committed_manifest(store)
+    except (CheckpointNotFoundError, CheckpointFormatError):
         raise
     except (CheckpointError, OSError) as error:
         return [Damage(MANIFEST, str(error))]
@@ -203,10 +201,9 @@ class _File:
         if size != self.entry.size:
             return f"{self.store.location}/{self.entry.name} has {size} bytes, it was written with {self.entry.size}"
         header = bytearray(self.entry.header_size)
-        for _ in self.store.read([Request(self.entry.name, 0, [memoryview(header)])]):
-            if checksum(header) != self.entry.header_sum:
-                return "the header is not what was saved; the file is damaged"
-        return None
+        self.store.read_at(self.entry.name, 0, memoryview(header))
+        damaged = checksum(header) != self.entry.header_sum
+        return "the header is not what was saved; the file is damaged" if damaged else None
 
     def _wrong(self, blocks: _Blocks, first: int, last: int, memory: memoryview) -> Iterator[Damage]:
         """Of these blocks, which are in memory, those whose checksums differ from the saved ones."""

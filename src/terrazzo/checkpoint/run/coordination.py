@@ -145,23 +145,6 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_StepResult).decode
 
 
-class StepFailed(Exception):
-    """Raised if a step failed on some rank: `error` is to be raised, `discard` says whether to remove written files."""
-
-    def __init__(self, error: BaseException, discard: bool) -> None:
-        self.error = error
-        self.discard = discard
-
-
-@contextmanager
-def raising_step_errors() -> Iterator[None]:
-    """Raise the error of a step that failed on some rank, as all ranks do, instead of `StepFailed`."""
-    try:
-        yield
-    except StepFailed as failed:
-        raise failed.error from failed.error.__cause__
-
-
 @dataclass(frozen=True, slots=True)
 class Team:
     """The ranks that save or load together, as this process sees them: which of them it is, and the steps of all.
@@ -230,9 +213,9 @@ class Team:
         """Send errors that are raised inside, between the steps, to the other ranks, which would wait for this one."""
         try:
             yield
-        except StepFailed:
-            raise
         except BaseException as error:
+            if hasattr(error, "_discard"):  # of a step: all ranks raise it
+                raise
             if self.plane is not None:
                 self.plane.abandon(f"{type(error).__name__}: {error}")
             if not isinstance(error, Exception):
@@ -276,7 +259,7 @@ class Team:
             raise error
         if message.failures:
             why = "" if message.discard else "The checkpoint may have been committed all the same, so its files stay"
-            raise StepFailed(exception_of(message.failures, message.doing or self.doing, error, why), message.discard)
+            self._fail(message.failures, error, message.discard, why, message.doing)
         return message.data
 
     @contextmanager
@@ -285,6 +268,8 @@ class Team:
         try:
             yield
         except CommError as error:
+            if hasattr(error, "_discard"):  # of a step that raised one
+                raise
             if own is not None and not isinstance(own, Exception):
                 raise own from error
             failures = failures_of(error, self.ranks)
@@ -292,8 +277,12 @@ class Team:
                 failures.append(failure_of(own, self.global_rank))
             self._fail(failures, error, discard=False, why=str(error))
 
-    def _fail(self, failures: list[Failure], cause: BaseException | None, discard: bool, why: str = "") -> NoReturn:
-        raise StepFailed(exception_of(failures, self.doing, cause, why), discard)
+    def _fail(
+        self, failures: list[Failure], cause: BaseException | None, discard: bool, why: str = "", doing: str = ""
+    ) -> NoReturn:
+        error: Any = exception_of(failures, doing or self.doing, cause, why)
+        error._discard = discard  # whether written files can be removed: the checkpoint is certainly not committed
+        raise error
 
 
 def find_team(
@@ -326,6 +315,6 @@ def find_team(
 
 def with_plane(team: Team, connect: Callable[[], ControlPlane]) -> Team:
     """The team with the control plane from `connect`. If that raises, this raises as a failed step does."""
-    with raising_step_errors(), team._heard(None):
+    with team._heard(None):
         connected = replace(team, plane=connect())
     return connected

@@ -24,7 +24,7 @@ from terrazzo.checkpoint.native.storage import NativeReader
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner
 from terrazzo.checkpoint.run import messages
-from terrazzo.checkpoint.run.coordination import StepFailed, Team, exception_of, failure_of
+from terrazzo.checkpoint.run.coordination import Team, exception_of, failure_of
 from terrazzo.checkpoint.run.events import operation
 from terrazzo.checkpoint.run.once_per_node import Node, Passed, node_name
 from terrazzo.checkpoint.storage import StorageReader
@@ -103,11 +103,8 @@ class LoadSession:
             self._finish(values, give_back)
             return
         self.team = self.connect()
-        try:
-            with self.team.guarded():
-                self._load_together(state_dict, give_back)
-        except StepFailed as failed:
-            raise failed.error from failed.error.__cause__
+        with self.team.guarded():
+            self._load_together(state_dict, give_back)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -26,14 +26,14 @@ from terrazzo.checkpoint.plan.ownership import Agreement, Note, answers, groups_
 from terrazzo.checkpoint.plan.save_planner import DefaultSavePlanner
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner
 from terrazzo.checkpoint.run import messages
-from terrazzo.checkpoint.run.coordination import StepFailed, Team
+from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.checkpoint.run.events import LOGGER, Event, operation
 from terrazzo.checkpoint.run.locate import find_writer
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import Store, store_at
 from terrazzo.checkpoint.torch_api.items import check_planner
 from terrazzo.checkpoint.torch_api.writers import RowWriter, SaveSide, side_of_writer
-from terrazzo.errors import CheckpointError
+from terrazzo.errors import CheckpointError, CheckpointException
 
 
 class _Hello(msgspec.Struct, array_like=True, frozen=True):
@@ -84,10 +84,10 @@ class SaveSession:
                     write, commit = self._planned(state_dict, event)
                     outcome = self.team.reduce(write, commit, lambda: self.side.may_abandon())
                     return self.side.describe_committed(outcome) if self._metadata is None else self._metadata
-            except StepFailed as failed:
-                if failed.discard and self._side is not None:
+            except CheckpointException as failed:
+                if self._side is not None and getattr(failed, "_discard", False):
                     self._discard(self._side)
-                raise failed.error from failed.error.__cause__
+                raise
             finally:
                 if self._own is not None:
                     self._own.forget()

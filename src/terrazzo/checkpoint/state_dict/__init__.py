@@ -6,9 +6,13 @@ distributed tensors distributed. The setters accept the state dicts of any paral
 used through their common interface.
 """
 
-from terrazzo.checkpoint.state_dict.both import get_state_dict, set_state_dict
 from terrazzo.checkpoint.state_dict.model import get_model_state_dict, set_model_state_dict
-from terrazzo.checkpoint.state_dict.optim import get_optimizer_state_dict, set_optimizer_state_dict
+from terrazzo.checkpoint.state_dict.optim import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from terrazzo.checkpoint.state_dict.options import OptimizerStateType, StateDictOptions, ValueType
 
 __all__ = [

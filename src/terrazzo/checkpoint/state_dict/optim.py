@@ -1,26 +1,40 @@
 """Get and set optimizers' state dicts by parameter names.
 
 An optimizer numbers its parameters in the order in which it got them, which may differ with another parallelism. Here
-the state of each parameter, and its membership in a group, is keyed by the parameter's canonical name.
+the state of each parameter, and its membership in a group, is keyed by the parameter's canonical name. Flat parameters
+of FSDP1 can be split and joined by FSDP1 itself only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from terrazzo._torch.modules import keys_found
 from terrazzo.checkpoint.state_dict import interop
-from terrazzo.checkpoint.state_dict.flat_optim import GROUPS, PARAMS, STATE, flatten
+from terrazzo.checkpoint.state_dict.broadcast import broadcast_state
 from terrazzo.checkpoint.state_dict.lazy_state import complete_state
-from terrazzo.checkpoint.state_dict.model import finished, warn_about_submodules, within_submodules
+from terrazzo.checkpoint.state_dict.model import (
+    finished,
+    get_model_state_dict,
+    set_model_state_dict,
+    warn_about_submodules,
+    within_submodules,
+)
 from terrazzo.checkpoint.state_dict.names import Names
-from terrazzo.checkpoint.state_dict.optim_fsdp1 import get_with_fsdp1, set_with_fsdp1
-from terrazzo.checkpoint.state_dict.optim_setting import Setter
-from terrazzo.checkpoint.state_dict.options import Optimizers, OptimizerStateType, StateDictOptions, as_tuple, checked
-from terrazzo.errors import CheckpointError
+from terrazzo.checkpoint.state_dict.optim_setting import GROUPS, PARAMS, STATE, Setter, flatten, unflatten
+from terrazzo.checkpoint.state_dict.options import (
+    Optimizers,
+    OptimizerStateType,
+    StateDictOptions,
+    ValueType,
+    as_tuple,
+    checked,
+)
+from terrazzo.errors import CheckpointError, CheckpointMismatchError
 
 
 def get_optimizer_state_dict(
@@ -121,3 +135,110 @@ def _within_submodules(
 
     groups = [{**group, PARAMS: list(chosen(dict.fromkeys(group[PARAMS])))} for group in merged[GROUPS]]
     return {STATE: chosen(merged[STATE]), GROUPS: [group for group in groups if group[PARAMS]]}
+
+
+# ------------------------------------------------------------------ a model and its optimizers
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers | None,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, ValueType], OptimizerStateType]:
+    """The state dicts of a model and its optimizers, ready for `terrazzo.checkpoint.save` or `load`.
+
+    Keys are the names of parameters in the unwrapped model, so a state dict of one parallelism can be loaded with
+    another.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(1, 1)
+    >>> weights, moments = get_state_dict(model, torch.optim.AdamW(model.parameters()))
+    >>> sorted(weights) == sorted(moments["state"])
+    True
+    """
+    every = as_tuple(optimizers)
+    weights = get_model_state_dict(model, submodules=submodules, options=options)
+    state = get_optimizer_state_dict(model, every, submodules=submodules, options=options) if every else {}
+    return weights, state
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers | None,
+    *,
+    model_state_dict: Mapping[str, ValueType] | Mapping[nn.Module, Mapping[str, ValueType]] | None,
+    optim_state_dict: Mapping[str, Any] | None,
+    options: StateDictOptions | None = None,
+) -> Any:
+    """Load a model's and its optimizers' state dicts; returns the model's `missing_keys` and `unexpected_keys`.
+
+    An empty `model_state_dict` leaves the model unchanged (with `broadcast_from_rank0`, only if rank 0's is empty).
+
+    >>> import torch
+    >>> model = torch.nn.Linear(1, 1)
+    >>> adam = torch.optim.AdamW(model.parameters())
+    >>> weights, moments = get_state_dict(model, adam)
+    >>> set_state_dict(model, adam, model_state_dict=weights, optim_state_dict=moments)
+    <All keys matched successfully>
+    """
+    every = as_tuple(optimizers)
+    from_rank0 = options is not None and options.broadcast_from_rank0
+    if every:
+        if not optim_state_dict and not from_rank0:
+            raise CheckpointMismatchError("optimizers were passed, but optim_state_dict is empty: pass their state")
+        set_optimizer_state_dict(model, every, optim_state_dict, options=options)
+    if not model_state_dict and not from_rank0:
+        return keys_found([], [])
+    return set_model_state_dict(model, model_state_dict, options=options)
+
+
+# ------------------------------------------------------------------ optimizers of FSDP1 models
+
+
+def get_with_fsdp1(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    by_index: dict[str, Any],
+    names: Names,
+    options: StateDictOptions,
+) -> dict[str, Any]:
+    named = interop.fsdp1_optim_state(model, optimizer, by_index, options)
+    return {
+        STATE: {names.canonical(key): entries for key, entries in named.get(STATE, {}).items()},
+        GROUPS: [{**group, PARAMS: [names.canonical(key) for key in group[PARAMS]]} for group in named.get(GROUPS, ())],
+    }
+
+
+def set_with_fsdp1(
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    given: Mapping[str, Any],
+    names: Names,
+    options: StateDictOptions,
+) -> None:
+    """Set the state with FSDP1's own functions, which take nested dicts with shown keys."""
+    if options.broadcast_from_rank0:
+        full = dict(given)
+        given = broadcast_state(lambda: full, lambda _, whole: whole)
+    for optimizer in optimizers:
+        nested = given if STATE in given and GROUPS in given else _nested(model, optimizer, given, names)
+        shown = {
+            STATE: {names.shown(name): dict(entries) for name, entries in nested[STATE].items()},
+            GROUPS: [{**group, PARAMS: [names.shown(name) for name in group[PARAMS]]} for group in nested[GROUPS]],
+        }
+        optimizer.load_state_dict(interop.fsdp1_optim_to_load(model, optimizer, shown, options))
+
+
+def _nested(
+    model: nn.Module, optimizer: torch.optim.Optimizer, flat: Mapping[str, Any], names: Names
+) -> dict[str, Any]:
+    """The nested form, with the optimizer's present groups."""
+    live = get_with_fsdp1(model, optimizer, complete_state(optimizer), names, StateDictOptions())
+    nested = unflatten(flat, [name for group in live[GROUPS] for name in group[PARAMS]], live[STATE])
+    saved = {group[PARAMS][0]: group for group in nested[GROUPS]}
+    groups = [
+        {**group, **(saved[group[PARAMS][0]] if group[PARAMS] else {}), PARAMS: group[PARAMS]} for group in live[GROUPS]
+    ]
+    return {STATE: nested[STATE], GROUPS: groups}

@@ -259,29 +259,6 @@ class Lease(abc.ABC):
         """Remove the lease: the save has ended."""
 
 
-class ReadFile(abc.ABC):
-    """A file of a store, open for reading in any order.
-
-    Attributes:
-        holds_handle: whether an open file uses a file descriptor.
-    """
-
-    holds_handle: bool = False
-
-    @property
-    @abc.abstractmethod
-    def size(self) -> int:
-        """The size of the file in bytes."""
-
-    @abc.abstractmethod
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers one after the other from `offset` on; raises `EOFError` if the file is too short."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Close the file."""
-
-
 class Store(abc.ABC):
     """The files of one checkpoint.
 
@@ -388,9 +365,10 @@ class Store(abc.ABC):
             return False
         return True
 
-    def open(self, key: str) -> ReadFile:
-        """A file for reading in any order."""
-        return _StoreFile(self, key, self.stat(key).size)
+    def read_at(self, key: str, start: int, *buffers: memoryview) -> None:
+        """Fill buffers with the bytes of a file from `start` on, one after the other."""
+        for _ in self.read([Request(key, start, buffers)], in_flight_bytes=0):
+            pass
 
     def lease(self, key: str) -> Lease:
         """Show that a save is under way, by a file of this key."""
@@ -451,24 +429,6 @@ class Store(abc.ABC):
             f"{self.location}/{key} was replaced by another save since this one began; the other checkpoint stays. Let "
             "only one job save there, or save again"
         )
-
-
-class _StoreFile(ReadFile):
-    def __init__(self, store: Store, key: str, size: int) -> None:
-        self._store = store
-        self._key = key
-        self._size = size
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        for _ in self._store.read([Request(self._key, offset, buffers)], in_flight_bytes=0):
-            pass
-
-    def close(self) -> None:
-        """Nothing is held between reads."""
 
 
 class _LeaseFile(Lease):

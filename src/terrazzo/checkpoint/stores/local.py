@@ -36,7 +36,6 @@ from terrazzo.checkpoint.stores.base import (
     Capabilities,
     Entry,
     Lease,
-    ReadFile,
     Request,
     Store,
     Upload,
@@ -201,7 +200,7 @@ class LocalStore(Store):
                 if file is None or request.key != name:
                     if file is not None:
                         file.close()
-                    file, name = self.open(request.key), request.key
+                    file, name = self._opened(request.key), request.key
                 if request.arrived is None:
                     file.read_into(request.start, request.buffers)
                 else:
@@ -211,7 +210,7 @@ class LocalStore(Store):
             if file is not None:
                 file.close()
 
-    def open(self, key: str) -> _LocalReadFile:
+    def _opened(self, key: str) -> _LocalReadFile:
         path = self._path / key
         try:
             # Opening a pipe instead of a file would wait for a writer.
@@ -225,7 +224,7 @@ class LocalStore(Store):
         return _LocalReadFile(self._os, fd, str(path))
 
     def get(self, key: str, most: int = LARGEST) -> tuple[bytearray, Version]:
-        file = self.open(key)
+        file = self._opened(key)
         try:
             check_size(self, key, file.size, most)
             data = bytearray(file.size)
@@ -586,8 +585,8 @@ class _Replacing(Upload):
         self._file.abort()
 
 
-class _LocalReadFile(ReadFile):
-    holds_handle = True
+class _LocalReadFile:
+    """A file that is open for reading in any order."""
 
     def __init__(self, system: Any, fd: int, path: str) -> None:
         self._os = system
@@ -601,13 +600,10 @@ class _LocalReadFile(ReadFile):
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise CheckpointFormatError(f"{path} is a folder, a pipe or a device, not a file")
-        self._size: int = status.st_size
-
-    @property
-    def size(self) -> int:
-        return self._size
+        self.size: int = status.st_size
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers one after the other from `offset` on; raises `EOFError` if the file is too short."""
         for group in _groups(buffers):
             while group:
                 try:

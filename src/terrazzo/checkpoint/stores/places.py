@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from terrazzo.checkpoint.stores.base import ReadFile, Store
+from terrazzo.checkpoint.stores.base import Store
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.errors import CheckpointNotFoundError
 
@@ -149,9 +149,13 @@ class Place:
             return os.listdir(self._path)
         return [*(entry.key for entry in self.store.list()), *self.store.folders()]
 
-    def open(self) -> ReadFile:
-        """The file, for reading."""
-        return self.parent.store.open(self.name)
+    def start(self, most: int) -> tuple[bytes, int]:
+        """The first bytes of a file, so many or all, and its size."""
+        store = self.parent.store
+        size = store.stat(self.name).size
+        data = bytearray(min(size, most))
+        store.read_at(self.name, 0, memoryview(data))
+        return bytes(data), size
 
     def _has_parent(self) -> bool:
         if self._parent is not None or isinstance(self._path, Path):

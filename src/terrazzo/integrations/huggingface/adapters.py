@@ -17,7 +17,7 @@ from torch import nn
 
 from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader
 from terrazzo.checkpoint.state_dict.interop import wrapper_of
-from terrazzo.checkpoint.state_dict.persistent import ModelState, state_of
+from terrazzo.checkpoint.state_dict.names import ModelState, state_of
 from terrazzo.checkpoint.stores import SMALL, Place, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedValueError
 from terrazzo.integrations.huggingface.load import fill

@@ -13,7 +13,7 @@ from terrazzo.checkpoint import DefaultLoadPlanner, load
 from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.native.dtypes import can_convert, is_lossless
-from terrazzo.checkpoint.state_dict.persistent import ModelState, state_of
+from terrazzo.checkpoint.state_dict.names import ModelState, state_of
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import CheckpointMismatchError
 from terrazzo.integrations.huggingface.families import family_of

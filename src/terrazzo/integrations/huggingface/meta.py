@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from terrazzo.checkpoint.plan.sharded import is_sharded
-from terrazzo.checkpoint.state_dict.persistent import ModelState
+from terrazzo.checkpoint.state_dict.names import ModelState
 
 LOGGER: Final = logging.getLogger("terrazzo.integrations")
 

@@ -14,7 +14,7 @@ from terrazzo.checkpoint.formats.huggingface import HuggingFaceWriter, lay_out
 from terrazzo.checkpoint.formats.huggingface.files import STEM
 from terrazzo.checkpoint.formats.huggingface.layout import About
 from terrazzo.checkpoint.plan.sharded import check_storable, is_sharded
-from terrazzo.checkpoint.state_dict.persistent import state_of
+from terrazzo.checkpoint.state_dict.names import state_of
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.integrations.huggingface.families import family_of

@@ -14,7 +14,7 @@ from terrazzo.checkpoint.listing import Listed, Listing, in_order
 from terrazzo.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from terrazzo.checkpoint.native.chunks import Chunks, GridChunks
 from terrazzo.checkpoint.native.contents import StoredPlaces, table_of
-from terrazzo.checkpoint.tools.describe import ReaderListing
+from terrazzo.checkpoint.tools.lazy import ReaderListing
 from terrazzo.view.data.numbers import or_none
 
 _LISTED: Final = 4096  # parts of a tensor that are listed one by one

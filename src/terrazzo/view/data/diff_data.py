@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.tools.compare import compare
-from terrazzo.checkpoint.tools.describe import ReaderListing
+from terrazzo.checkpoint.tools.lazy import ReaderListing
 from terrazzo.view.data.numbers import plain
 
 

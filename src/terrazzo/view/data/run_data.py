@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from terrazzo.checkpoint.manager.listing import latest_of, rows_of, steps_at
+from terrazzo.checkpoint.manager.records import latest_of, rows_of, steps_at
 from terrazzo.engine.config import read_config
 from terrazzo.errors import ViewError
 from terrazzo.launch.config import Run

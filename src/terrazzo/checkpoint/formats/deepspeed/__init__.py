@@ -1,5 +1,5 @@
 """Read and write DeepSpeed's checkpoints."""
 
-from terrazzo.checkpoint.formats.deepspeed.reader import DeepSpeedReader
+from terrazzo.checkpoint.formats.deepspeed.format import DeepSpeedReader
 
 __all__ = ["DeepSpeedReader"]

@@ -14,8 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from terrazzo.checkpoint.formats.deepspeed.files import OpenFile, entry
-from terrazzo.checkpoint.formats.deepspeed.tensors import in_file
+from terrazzo.checkpoint.formats.deepspeed.files import OpenFile, entry, in_file
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
 from terrazzo.errors import CheckpointFormatError
 

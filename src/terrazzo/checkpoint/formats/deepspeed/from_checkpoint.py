@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import torch
 
-from terrazzo.checkpoint.formats.deepspeed.folder import NewFolder
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed
 from terrazzo.checkpoint.formats.deepspeed.writing import (
+    NewFolder,
     RunLayout,
     loss_scaler,
     model_states,

@@ -19,8 +19,7 @@ from terrazzo.checkpoint.formats.deepspeed.contents import (
     step_of,
     steps_in,
 )
-from terrazzo.checkpoint.formats.deepspeed.files import OpenFile, entry, model_files
-from terrazzo.checkpoint.formats.deepspeed.tensors import alone_in_file
+from terrazzo.checkpoint.formats.deepspeed.files import OpenFile, alone_in_file, entry, model_files
 from terrazzo.checkpoint.formats.deepspeed.zero import frozen_tensors
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointFormatError, CheckpointNotFoundError

@@ -1,10 +1,19 @@
-"""Read checkpoints of ZeRO stages 1, 2 and 3: flat partitions, and the model's files."""
+"""Read checkpoints of ZeRO stages 1, 2 and 3: flat partitions, and the model's files.
+
+Of a pipeline, each layer is in a separate file, `layer_03-model_states.pt`, and in partitions a parameter's name has
+the layer's number, `3.weight`. A module that several layers share (`TiedLayerSpec`) has the names
+`tied_modules.<key>.weight` there, and is in the file of each of these layers. Here it has the number of the first
+layer, as in an `nn.Sequential` that has a module more than once. Stages may share only some parameters of a module, so
+values are compared to find the same ones.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from terrazzo.checkpoint.formats.deepspeed.contents import (
     Contents,
@@ -14,11 +23,22 @@ from terrazzo.checkpoint.formats.deepspeed.contents import (
     shapes_of,
     steps_in,
 )
-from terrazzo.checkpoint.formats.deepspeed.files import Files, OpenFile, entry, find_files, layer_files, tensor_parallel
+from terrazzo.checkpoint.formats.deepspeed.files import (
+    Files,
+    FileTensor,
+    OpenFile,
+    Part,
+    entry,
+    find_files,
+    in_file,
+    joined,
+    layer_files,
+    tensor_parallel,
+)
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, in_one_line, one_by_one, out_of_turns
-from terrazzo.checkpoint.formats.deepspeed.pipeline import TIED, add_layers, tied_names
-from terrazzo.checkpoint.formats.deepspeed.tensors import FileTensor, Part, in_file, joined
+from terrazzo.checkpoint.formats.table import Asked, read_rows
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
+from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
 
@@ -297,3 +317,80 @@ def _state_of(placed: Placed, group: _FlatGroup) -> Iterable[tuple[str, Any]]:
         else:
             yield key, replace_tensors(value, files[0].archive.tensor)
     yield from steps_in(group.states[0], group.options, files[0])
+
+
+# ------------------------------------------------------------------ stages of a pipeline
+
+
+TIED = "tied_modules."
+_WINDOW = 1 << 20  # elements that are compared at a time
+
+
+def tied_names(
+    stages: Sequence[Mapping[str, FileTensor]], layers: Mapping[int, OpenFile]
+) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """New names for parameters of modules that layers share, for each stage; and other names of these parameters.
+
+    Args:
+        stages: the tied parameters of each stage, by their names in it.
+    """
+    known: dict[str, list[tuple[str, FileTensor]]] = {}
+    renamed: list[dict[str, str]] = []
+    shared: dict[str, str] = {}
+    for tied in stages:
+        names: dict[str, str] = {}
+        for key, module in _by_module(tied).items():
+            holding = [number for number, layer in sorted(layers.items()) if _holds(layer, module)]
+            if not holding:
+                continue
+            names |= {f"{TIED}{key}.{inner}": f"{holding[0]}.{inner}" for inner in layers[holding[0]].value}
+            for inner, tensor in module.items():
+                outer, own = f"{TIED}{key}.{inner}", f"{holding[0]}.{inner}"
+                first = next((name for name, other in known.get(outer, ()) if _equal(tensor, other)), own)
+                if first == own:
+                    known.setdefault(outer, []).append((own, tensor))
+                names[outer] = first
+                shared |= {f"{n}.{inner}": first for n in holding if f"{n}.{inner}" != first}
+        renamed.append(names)
+    return renamed, shared
+
+
+def add_layers(contents: Contents, layers: Mapping[int, OpenFile], shared: Mapping[str, str]) -> None:
+    """Add values that only the layers' files have: buffers, and parameters that are not trained."""
+    for number, layer in sorted(layers.items()):
+        for inner, value in layer.value.items():
+            name = f"{number}.{inner}"
+            if name in shared or f"module.{name}" in contents.values:
+                continue
+            contents.add(("module", name), in_file(layer, value))
+    contents.add(("shared_params",), {**(contents.values.get("shared_params") or {}), **shared})
+
+
+def _by_module(tied: Mapping[str, FileTensor]) -> dict[str, dict[str, FileTensor]]:
+    found: dict[str, dict[str, FileTensor]] = {}
+    for name, tensor in tied.items():
+        key, _, inner = name.removeprefix(TIED).partition(".")
+        found.setdefault(key, {})[inner] = tensor
+    return found
+
+
+def _holds(layer: OpenFile, module: Mapping[str, FileTensor]) -> bool:
+    """Whether a layer is that module: it has the same parameters with the same values."""
+    for name, tensor in module.items():
+        stored = layer.value.get(name)
+        if not isinstance(stored, StoredTensor) or not _equal(tensor, in_file(layer, stored)):
+            return False
+    return True
+
+
+def _equal(tensor: FileTensor, other: FileTensor) -> bool:
+    """Whether two tensors are equal in the dtype of the second."""
+    if tensor.shape != other.shape:
+        return False
+    for window in row_major_windows(tensor.shape, _WINDOW):
+        one, two = (torch.empty(window.lengths, dtype=source.dtype, device="cpu") for source in (tensor, other))
+        for source, target in ((tensor, one), (other, two)):
+            read_rows([Asked(TIED, window, source.rows())], [target])
+        if not torch.equal(one.to(two.dtype), two):
+            return False
+    return True
