@@ -26,7 +26,7 @@ from terrazzo.checkpoint.manager import (
     SaveOnStop,
     SavePolicy,
 )
-from terrazzo.checkpoint.manager.saving import Agreed
+from terrazzo.checkpoint.manager.policies import Agreed
 from terrazzo.checkpoint.native.names import named_by_latest, step_of_name
 from terrazzo.checkpoint.stores import Place, is_url
 from terrazzo.engine.config import read_config

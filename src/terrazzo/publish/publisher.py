@@ -18,8 +18,16 @@ from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import DivergentValueError, PublishError
 from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
-from terrazzo.publish.parts import Parts, RenameLike, TensorInfo, parts_of
-from terrazzo.publish.shares import PublishedShare, described, refuse_differences, share_of
+from terrazzo.publish.parts import (
+    Parts,
+    PublishedShare,
+    RenameLike,
+    TensorInfo,
+    described,
+    parts_of,
+    refuse_differences,
+    share_of,
+)
 from terrazzo.publish.snapshot import Snapshot, published_dtype
 from terrazzo.publish.to_channel import ChannelSender
 from terrazzo.publish.to_store import Policy, StoreSender

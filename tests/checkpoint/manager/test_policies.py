@@ -28,7 +28,7 @@ from terrazzo.checkpoint.manager import (
     SaveFirst,
     SavePolicy,
 )
-from terrazzo.checkpoint.manager.keeping import reasons_to_keep, settled
+from terrazzo.checkpoint.manager.policies import reasons_to_keep, settled
 from terrazzo.checkpoint.manager.records import checked_metrics, checked_step
 from terrazzo.errors import CheckpointManagerError
 

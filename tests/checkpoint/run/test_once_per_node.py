@@ -59,8 +59,8 @@ def check(found: dict[str, Any]) -> None:
 def on_ranks(path: str, per_node: int) -> int:
     """Load, and return the bytes that this rank has read."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    names = once_per_node.node_name
-    load_session.node_name = lambda: f"node {rank // per_node}"
+    names = load_session.host_identity
+    load_session.host_identity = lambda: f"node {rank // per_node}"
     once_per_node._PIECE, piece = 100_000, once_per_node._PIECE  # so that the large one goes in pieces
     try:
         mesh = init_device_mesh("cpu", (world,) if world == per_node else (per_node, world // per_node))
@@ -70,7 +70,7 @@ def on_ranks(path: str, per_node: int) -> int:
         check(state)
         return reader.bytes_read
     finally:
-        load_session.node_name, once_per_node._PIECE = names, piece
+        load_session.host_identity, once_per_node._PIECE = names, piece
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -260,19 +260,7 @@ def _rebuild(
     requires_grad: bool = False,
     hooks: Any = None,
     metadata: Any = None,
-) -> StoredTensor:
-    return _rebuild_typed(storage, offset, size, strides, requires_grad, hooks, None, metadata)
-
-
-def _rebuild_typed(
-    storage: Any,
-    offset: int,
-    size: Sequence[int],
-    strides: Sequence[int],
-    requires_grad: bool,
-    hooks: Any,
-    dtype: torch.dtype | None,
-    metadata: Any = None,
+    dtype: torch.dtype | None = None,
 ) -> StoredTensor:
     if not isinstance(storage, Storage) or type(size) not in _SEQUENCES or type(strides) not in _SEQUENCES:
         raise CheckpointCorruptError("a pickled tensor has no storage, or no size")
@@ -291,6 +279,19 @@ def _rebuild_typed(
     )
 
 
+def _rebuild_typed(
+    storage: Any,
+    offset: int,
+    size: Sequence[int],
+    strides: Sequence[int],
+    requires_grad: bool,
+    hooks: Any,
+    dtype: torch.dtype,
+    metadata: Any = None,
+) -> StoredTensor:
+    return _rebuild(storage, offset, size, strides, requires_grad, hooks, metadata, dtype)
+
+
 def _rebuild_parameter(data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
     if not isinstance(data, StoredTensor):
         raise CheckpointCorruptError("a pickled parameter holds no tensor")
@@ -304,7 +305,7 @@ def _refused(what: str) -> Call:
     return Call(refuse)
 
 
-_STORAGE_TYPES: Final = {
+STORAGE_TYPES: Final = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -320,14 +321,13 @@ _STORAGE_TYPES: Final = {
     "UntypedStorage": torch.uint8,
 }
 
-_STORAGE_MODULES: Final = ("torch", "torch.storage", "torch.cuda")
 
 TORCH_NAMES: Final[unpickle.Names] = MappingProxyType(
     {
         **unpickle.PLAIN,
         **{
             (m, name): _StorageType(d)
-            for name, d in _STORAGE_TYPES.items()
+            for name, d in STORAGE_TYPES.items()
             for m in ("torch", "torch.storage", "torch.cuda")
         },
         ("torch._utils", "_rebuild_tensor"): Call(_rebuild),

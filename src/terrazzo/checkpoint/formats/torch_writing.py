@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from terrazzo._torch.saving import rebuild_parameter, rebuild_tensor, rebuild_typed
+from terrazzo.checkpoint.formats.torch_archive import STORAGE_TYPES
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.spans import strides_of
 from terrazzo.checkpoint.stores.base import Upload
@@ -26,20 +27,7 @@ from terrazzo.checkpoint.stores.base import Upload
 _ALIGNMENT: Final = 64  # of the contents, so that PyTorch can map a file into memory
 _TOGETHER: Final = 1 << 20  # bytes gathered before they are written
 # dtypes that have a storage class of their own; PyTorch writes the others as untyped storages.
-_STORAGES: Final[dict[torch.dtype, Any]] = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-    torch.complex64: torch.ComplexFloatStorage,
-    torch.complex128: torch.ComplexDoubleStorage,
-}
+_STORAGES: Final = {dtype: getattr(torch, name) for name, dtype in STORAGE_TYPES.items() if name != "UntypedStorage"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

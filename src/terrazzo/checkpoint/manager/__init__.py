@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from terrazzo._late import late
 
 if TYPE_CHECKING:
-    from terrazzo.checkpoint.manager.keeping import (
+    from terrazzo.checkpoint.manager.manager import CheckpointManager
+    from terrazzo.checkpoint.manager.policies import (
         Best,
         KeepAny,
         KeepBest,
@@ -14,10 +15,6 @@ if TYPE_CHECKING:
         KeepPolicy,
         KeepUntilCopied,
         KeepWhen,
-    )
-    from terrazzo.checkpoint.manager.manager import CheckpointManager
-    from terrazzo.checkpoint.manager.records import Record
-    from terrazzo.checkpoint.manager.saving import (
         Moment,
         SaveAny,
         SaveAt,
@@ -26,6 +23,7 @@ if TYPE_CHECKING:
         SaveOnStop,
         SavePolicy,
     )
+    from terrazzo.checkpoint.manager.records import Record
     from terrazzo.checkpoint.manager.tiers import Which
 
 __all__ = [
@@ -52,7 +50,9 @@ __all__ = [
 __getattr__, __dir__ = late(
     __name__,
     {
-        "keeping": [
+        "manager": ["CheckpointManager"],
+        "records": ["Record"],
+        "policies": [
             "Best",
             "KeepAny",
             "KeepBest",
@@ -61,10 +61,14 @@ __getattr__, __dir__ = late(
             "KeepPolicy",
             "KeepUntilCopied",
             "KeepWhen",
+            "Moment",
+            "SaveAny",
+            "SaveAt",
+            "SaveEvery",
+            "SaveFirst",
+            "SaveOnStop",
+            "SavePolicy",
         ],
-        "manager": ["CheckpointManager"],
-        "records": ["Record"],
-        "saving": ["Moment", "SaveAny", "SaveAt", "SaveEvery", "SaveFirst", "SaveOnStop", "SavePolicy"],
         "tiers": ["Which"],
     },
     ["committing", "hosts", "housekeeping", "mending", "peers", "removing"],

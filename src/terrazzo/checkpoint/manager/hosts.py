@@ -159,7 +159,7 @@ class HostsStore(Store):
                 continue
             if files is None:
                 files = {(entry.key, entry.size) for each in self.all for entry in each.list()}
-            if all(named in files for named in needed_files(manifest)):
+            if manifest.files.items() <= files:
                 found.append((manifest.head.created, manifest.head.save_id, host, data))
         if found:
             newest = max(found, key=lambda each: each[:2])
@@ -233,16 +233,6 @@ class HostsStore(Store):
                 here.prepare()
                 found = here.adopt(there, key, name) or found
         return found
-
-
-def needed_files(manifest: Root) -> list[tuple[str, int]]:
-    """The names and sizes of the files that a checkpoint needs."""
-    files = []
-    for part in manifest.head.parts:
-        files += [(file.name, file.size) for file in part.files]
-        if part.index_file:
-            files.append((part.index_file, part.index_size))
-    return files
 
 
 # ------------------------------------------------------------------ connecting the hosts

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Final
 
 from terrazzo._threads import Worker, results_of
-from terrazzo.checkpoint.manager.hosts import HostsStore, needed_files
-from terrazzo.checkpoint.manager.keeping import UNTIL_COPIED
+from terrazzo.checkpoint.manager.hosts import HostsStore
 from terrazzo.checkpoint.manager.peers import PeerStore, copy_file
+from terrazzo.checkpoint.manager.policies import UNTIL_COPIED
 from terrazzo.checkpoint.manager.records import Record
 from terrazzo.checkpoint.manager.removing import is_held, take_to_read
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
@@ -145,7 +145,7 @@ def copy_checkpoint(source: HostsStore, target: Store) -> None:
     """Copy the checkpoint of a step. A checkpoint at the target is valid until the copy is complete."""
     data, _ = source.get(MANIFEST)
     manifest = Root(data, source.location)
-    files = dict(needed_files(manifest))
+    files = manifest.files
     target.prepare()
     commit = Commit(target, MANIFEST)
     commit.begin()

@@ -30,19 +30,17 @@ from typing import Any, Final, Self
 import msgspec
 import torch.distributed as dist
 
-from terrazzo import errors
 from terrazzo.checkpoint.manager.committing import AllRanks, Unmade, save_named
 from terrazzo.checkpoint.manager.housekeeping import Housekeeping
-from terrazzo.checkpoint.manager.keeping import Best, KeepPolicy
 from terrazzo.checkpoint.manager.mending import Loading
+from terrazzo.checkpoint.manager.policies import Best, KeepPolicy, Moment, SaveEvery, SavePolicy, parts_of
 from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, checked_step
 from terrazzo.checkpoint.manager.removing import is_held, take_to_read
-from terrazzo.checkpoint.manager.saving import Moment, SaveEvery, SavePolicy, save_policies
 from terrazzo.checkpoint.manager.tiers import Looked, Which, choose, in_order_of_merit, open_tiers
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.names import name_of_step
 from terrazzo.checkpoint.planner import LoadPlanner, SavePlanner
-from terrazzo.checkpoint.run.coordination import find_team
+from terrazzo.checkpoint.run.coordination import Failure, failure_of, find_team
 from terrazzo.checkpoint.state_dict_loader import load
 from terrazzo.checkpoint.stores import Lease, LocalStore, Place, Store
 from terrazzo.comm.control import time_limit_of
@@ -104,7 +102,7 @@ class CheckpointManager:
         timeout: timedelta | None = None,
     ) -> None:
         policy = SaveEvery(save) if isinstance(save, int) else save
-        self._save_policies = () if policy is None else save_policies(policy)
+        self._save_policies = () if policy is None else parts_of(policy)
         self._best = Best(best) if isinstance(best, str) else best
         self._async = async_op
         self._reuse = reuse
@@ -116,7 +114,7 @@ class CheckpointManager:
         self._went_back = False  # whether existing steps may be saved again
         self._trains = False  # a manager that only restores or holds does not copy
         self._records: list[Record] = []
-        self._why_no_latest: CheckpointError | None = None
+        self._why_no_latest: BaseException | None = None
         self._pending: Future[None] | None = None  # the running save
         self._process = os.getpid()
         self._tiers = open_tiers(Place(root), local, keep, keep_local, self._best, replicas, self._ranks)
@@ -313,17 +311,16 @@ class CheckpointManager:
     def reload(self) -> None:
         """Look again which checkpoints there are."""
         told = self._ranks.team(f"looking at {self.root}").first(lambda: self._encoded(self._tiers.look()))
-        self._know(msgspec.msgpack.decode(told, type=_Known))
+        self._know(msgspec.msgpack.decode(told, type=_Told))
 
     def _encoded(self, looked: Looked) -> bytes:
         """On the first rank: what all ranks are to know."""
         unknown = self._tiers.why_no_latest(looked)
-        kind, text = ("", "") if unknown is None else (type(unknown).__name__, str(unknown))
-        return msgspec.msgpack.encode(_Known(looked.records, kind, text))
+        return msgspec.msgpack.encode(_Told(looked.records, None if unknown is None else failure_of(unknown, 0)))
 
-    def _know(self, known: _Known) -> None:
+    def _know(self, known: _Told) -> None:
         self._records = known.records
-        self._why_no_latest = getattr(errors, known.kind)(known.text) if known.kind else None
+        self._why_no_latest = None if known.why is None else known.why.exception()
 
     # ------------------------------------------------------------------ restoring
 
@@ -357,7 +354,7 @@ class CheckpointManager:
 
         try:
             told = self._ranks.team(f"restoring {step} from {self.root}").reduce(ready, take)
-            chosen, number, known = msgspec.msgpack.decode(told, type=tuple[int, int, _Known])
+            chosen, number, known = msgspec.msgpack.decode(told, type=tuple[int, int, _Told])
             self._know(known)
             (record,) = [each for each in self._records if each.step == chosen]
             loading = Loading(self._tiers, record, partial(self._load, state, planner), self._ranks)
@@ -434,7 +431,7 @@ class CheckpointManager:
         except CheckpointError:
             self._last = self._settled
             raise
-        self._know(msgspec.msgpack.decode(told, type=_Known))
+        self._know(msgspec.msgpack.decode(told, type=_Told))
         self._settled = self._last
 
     def close(self) -> None:
@@ -484,12 +481,11 @@ class CheckpointManager:
                 return told
 
 
-class _Known(msgspec.Struct, array_like=True, frozen=True):
+class _Told(msgspec.Struct, array_like=True, frozen=True):
     """What all ranks know of the checkpoints: their records, and the error if it is not known which is the newest."""
 
     records: list[Record]
-    kind: str = ""
-    text: str = ""
+    why: Failure | None = None
 
 
 def _check_names(state: object) -> None:

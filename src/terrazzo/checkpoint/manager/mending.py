@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from terrazzo.checkpoint.manager.committing import AllRanks
-from terrazzo.checkpoint.manager.hosts import HostsStore, needed_files
+from terrazzo.checkpoint.manager.hosts import HostsStore
 from terrazzo.checkpoint.manager.peers import copy_file
 from terrazzo.checkpoint.manager.records import Record
 from terrazzo.checkpoint.manager.removing import remove, take_to_read
@@ -29,14 +29,6 @@ from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointE
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 _MENDS: Final = 2  # twice, because some files can be verified only when a missing index has been replaced
-
-
-class _Look(msgspec.Struct, array_like=True, frozen=True):
-    """The intact and the damaged files of a checkpoint on a host, and those that it needs."""
-
-    intact: list[str]
-    damaged: dict[str, str]
-    needed: list[str]
 
 
 class _Damage(msgspec.Struct, array_like=True, frozen=True):
@@ -111,7 +103,7 @@ class Loading:
             if not store.leads:
                 return b""
             here = _look(store)
-            mine.update(here.damaged)
+            mine.update({name: what for name, what in here.items() if what})
             return msgspec.msgpack.encode(here)
 
         told = self.ranks.team(doing).reduce(look, _judged)
@@ -142,22 +134,21 @@ def _may_be_damage(error: CheckpointException) -> bool:
     return any(isinstance(each, CheckpointCorruptError | OSError | EOFError) for each, _ in error.failures.values())
 
 
-def _look(store: HostsStore) -> _Look:
-    own = store.own
-    needed = sorted({name for name, _ in needed_files(read_manifest(store))})
-    here = {entry.key for entry in own.list()} & set(needed)
-    damaged: dict[str, str] = {}
-    for damage in verify_store(store, only=here):
-        if damage.file in here:
-            damaged.setdefault(damage.file, f"{own.location}/{damage.file}: {damage.what}")
-    return _Look(sorted(here - set(damaged)), damaged, needed)
+def _look(store: HostsStore) -> dict[str, str | None]:
+    """What is wrong with each file that the checkpoint needs, on this host: nothing (""), or None if it is not here."""
+    here = {entry.key for entry in store.own.list()}
+    found = {name: "" if name in here else None for name in read_manifest(store).files}
+    for damage in verify_store(store, only=here.intersection(found)):
+        if found.get(damage.file) == "":
+            found[damage.file] = f"{store.own.location}/{damage.file}: {damage.what}"
+    return found
 
 
 def _judged(parts: list[bytes]) -> bytes:
-    looks = [msgspec.msgpack.decode(part, type=_Look) for part in parts if part]
-    intact = {name for each in looks for name in each.intact}
-    damaged = {name: what for each in looks for name, what in each.damaged.items()}
-    needed = {name for each in looks for name in each.needed}
+    looks = [msgspec.msgpack.decode(part, type=dict[str, str | None]) for part in parts if part]
+    intact = {name for look in looks for name, what in look.items() if what == ""}
+    damaged = {name: what for look in looks for name, what in look.items() if what}
+    needed = {name for look in looks for name in look}
     lost = {name: damaged.get(name, f"no host has {name}") for name in sorted(needed - intact)}
     return msgspec.msgpack.encode(_Damage(sorted(set(damaged) & intact), lost))
 

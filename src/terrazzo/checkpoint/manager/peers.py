@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Final
 
@@ -66,8 +66,22 @@ class _Folder:
         raise ValueError(f"there is no operation {operation}{tuple(rest)}")
 
 
+def _there(operation: str, kind: Any = None) -> Any:
+    """A store's operation, as that host carries it out, with a result of this kind."""
+
+    def call(store: PeerStore, *arguments: Any) -> Any:
+        plain = [each if isinstance(each, str | int | float) else list(each) for each in arguments]
+        return msgspec.convert(store._call(operation, *plain), kind)
+
+    return call
+
+
 class PeerStore(Store):
     """The folder of another host, through its server."""
+
+    delete, delete_ended, remove_folder, sync = map(_there, ("delete", "delete_ended", "remove_folder", "sync"))
+    is_link, lease_ended = _there("is_link", bool), _there("lease_ended", bool)
+    folders, list, stat = _there("folders", list[str]), _there("list", list[Entry]), _there("stat", Entry)
 
     def __init__(self, client: Client, folder: str = "") -> None:
         self._client = client
@@ -84,20 +98,8 @@ class PeerStore(Store):
     def _call(self, operation: str, *arguments: Any, **bytes_with_it: Any) -> Any:
         return self._client.call(operation, self.folder, *arguments, **bytes_with_it)
 
-    def folders(self) -> Sequence[str]:
-        return list(self._call("folders"))
-
-    def is_link(self, name: str) -> bool:
-        return bool(self._call("is_link", name))
-
     def beneath(self, name: str) -> PeerStore:
         return PeerStore(self._client, name)
-
-    def list(self, prefix: str = "") -> list[Entry]:
-        return msgspec.convert(self._call("list", prefix), list[Entry])
-
-    def stat(self, key: str) -> Entry:
-        return msgspec.convert(self._call("stat", key), Entry)
 
     def get(self, key: str, most: int = LARGEST) -> tuple[bytearray, Version]:
         check_size(self, key, self.stat(key).size, most)
@@ -130,21 +132,6 @@ class PeerStore(Store):
                     self._call("read", request.key, position, len(part), into=part)
                     position += len(part)
             yield request
-
-    def delete(self, keys: Iterable[str]) -> None:
-        self._call("delete", list(keys))
-
-    def delete_ended(self, keys: Iterable[str]) -> None:
-        self._call("delete_ended", list(keys))
-
-    def remove_folder(self, name: str) -> None:
-        self._call("remove_folder", name)
-
-    def sync(self) -> None:
-        self._call("sync")
-
-    def lease_ended(self, key: str, last_sign: float) -> bool:
-        return bool(self._call("lease_ended", key, last_sign))
 
     def adopt(self, other: Store, key: str, name: str) -> str | None:
         return self._call("adopt", other.folder, key, name) if isinstance(other, PeerStore) else None

@@ -12,8 +12,8 @@ from typing import Literal
 
 from terrazzo.checkpoint.manager.committing import AllRanks
 from terrazzo.checkpoint.manager.hosts import HostsStore, connect
-from terrazzo.checkpoint.manager.keeping import Best, KeepLast, KeepPolicy, not_copied, reasons_to_keep, settled
 from terrazzo.checkpoint.manager.peers import copy_file
+from terrazzo.checkpoint.manager.policies import Best, KeepLast, KeepPolicy, not_copied, reasons_to_keep, settled
 from terrazzo.checkpoint.manager.records import RUN, Catalog, Record, Unreadable, checked_step, write_reasons
 from terrazzo.checkpoint.manager.removing import clear_all, remove
 from terrazzo.checkpoint.native.names import LATEST, name_of_step, named_by_latest, step_of_name

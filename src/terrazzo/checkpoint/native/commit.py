@@ -173,7 +173,7 @@ def remove_leftovers(store: Store, named: Collection[str] = (), listed: Sequence
 
     def used() -> Collection[str] | None:
         try:
-            return read_manifest(store).data_files
+            return read_manifest(store).files
         except FileNotFoundError:
             return ()
         except (CheckpointCorruptError, CheckpointFormatError):

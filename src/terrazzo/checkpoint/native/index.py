@@ -7,6 +7,7 @@ columns that are used where they lie, sorted by a hash of the tensor's name. `do
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -37,6 +38,7 @@ def scrambled(numbers: Array) -> Array:
     return found
 
 
+@dataclass(eq=False)
 class IndexRows:
     """The rows of an index, as arrays: one row per chunk, sorted by `hashes`.
 
@@ -45,34 +47,23 @@ class IndexRows:
     from `first_frame` on.
     """
 
-    def __init__(
-        self,
-        hashes: Array,
-        starts: Array,
-        nbytes: Array,
-        files: Array,
-        blocks: Array,
-        ndims: Array,
-        codecs: Array,
-        boxes: Array,
-        sums: Array,
-        frames: Array,
-    ) -> None:
-        self.hashes = hashes
-        self.starts = starts
-        self.nbytes = nbytes
-        self.files = files
-        self.blocks = blocks
-        self.ndims = ndims
-        self.codecs = codecs
-        self.boxes = boxes
-        self.sums = sums
-        self.frames = frames
+    hashes: Array
+    starts: Array
+    nbytes: Array
+    files: Array
+    blocks: Array
+    ndims: Array
+    codecs: Array
+    boxes: Array
+    sums: Array
+    frames: Array
+
+    def __post_init__(self) -> None:
         counts = self.block_counts()
         self.first_sum = np.cumsum(counts) - counts
-        framed = np.where(codecs == RAW, 0, counts)
+        framed = np.where(self.codecs == RAW, 0, counts)
         self.first_frame = np.cumsum(framed) - framed
-        numbers = 2 * ndims.astype(np.int64)
+        numbers = 2 * self.ndims.astype(np.int64)
         self.first_box = np.cumsum(numbers) - numbers
 
     def __len__(self) -> int:

@@ -32,7 +32,7 @@ _OBJECT: Final = Listed()
 def about_save(manifest: Root) -> dict[str, Any]:
     """The facts of a manifest about the whole save: when, with which version, by how many ranks."""
     head = manifest.head
-    return {"writer": head.writer, "created": head.created, "ranks": head.ranks, "files": len(manifest.data_files)}
+    return {"writer": head.writer, "created": head.created, "ranks": head.ranks, "files": len(manifest.files)}
 
 
 class NativeListing(Listing):

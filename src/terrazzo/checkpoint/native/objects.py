@@ -117,33 +117,19 @@ class ObjectBytes(io.BytesIO):
             _of_torch().save(self.value, self)
             super().seek(0)
 
-    def read(self, size: int | None = -1, /) -> bytes:
-        self._fill()
-        return super().read(size)
 
-    def readinto(self, buffer: Any, /) -> int:
-        self._fill()
-        return super().readinto(buffer)
+def _filled_first(name: str) -> Any:
+    """A method of `BytesIO`, for a value whose bytes are made when they are first asked for."""
 
-    def readline(self, size: int | None = -1, /) -> bytes:
+    def method(self: ObjectBytes, *arguments: Any) -> Any:
         self._fill()
-        return super().readline(size)
+        return getattr(io.BytesIO, name)(self, *arguments)
 
-    def getvalue(self) -> bytes:
-        self._fill()
-        return super().getvalue()
+    return method
 
-    def getbuffer(self) -> memoryview:
-        self._fill()
-        return super().getbuffer()
 
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        self._fill()
-        return super().seek(offset, whence)
-
-    def tell(self) -> int:
-        self._fill()
-        return super().tell()
+for _name in ("getbuffer", "getvalue", "read", "readinto", "readline", "seek", "tell"):
+    setattr(ObjectBytes, _name, _filled_first(_name))
 
 
 def received(name: str, typed: bool, payload: bytes, allow_pickle: bool) -> io.BytesIO:

@@ -160,7 +160,7 @@ class Root:
             raise CheckpointCorruptError(f"{self.source}: two parts are said to have the same index")
         for part in head.parts:
             check_sizes(part.files, self.source, part.index_size)
-            for name in part_files(part):
+            for name in _sizes(part):
                 check_file_name(name, self.source)
 
     def files_of(self, name: str) -> list[str]:
@@ -174,9 +174,9 @@ class Root:
         return {file.name for part in parts for file in self.head.parts[part].files}
 
     @property
-    def data_files(self) -> list[str]:
-        """The names of all files that the checkpoint needs, beside the root."""
-        return [name for part in self.head.parts for name in part_files(part)]
+    def files(self) -> dict[str, int]:
+        """The sizes of all files that the checkpoint needs, beside the root, by name."""
+        return {name: size for part in self.head.parts for name, size in _sizes(part).items()}
 
     @cached_property
     def tensors(self) -> dict[str, RootTensor]:
@@ -254,10 +254,9 @@ class Root:
         return tables
 
 
-def part_files(part: PartEntry) -> list[str]:
-    """The names of a part's files."""
-    names = [file.name for file in part.files]
-    return [*names, part.index_file] if part.index_file else names
+def _sizes(part: PartEntry) -> dict[str, int]:
+    sizes = {file.name: file.size for file in part.files}
+    return sizes | {part.index_file: part.index_size} if part.index_file else sizes
 
 
 def check_shape(name: str, shape: tuple[int, ...], source: str) -> None:

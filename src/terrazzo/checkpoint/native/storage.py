@@ -6,7 +6,7 @@ import io
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -67,9 +67,9 @@ class NativeWriter(RowWriter):
             # First of all, because a save that commits from now on conflicts with this one.
             self._commit = Commit(self.store, MANIFEST)
             data = self._commit.begin(overwrite=self.overwrite)
-            named: list[str] = []
+            named: Collection[str] = ()
             try:
-                named = [] if data is None else Root(data, self.store.location).data_files
+                named = () if data is None else Root(data, self.store.location).files
             except CheckpointCorruptError:
                 pass  # it is replaced, and what it needed stays until then
             except CheckpointFormatError as error:
@@ -98,7 +98,7 @@ class NativeWriter(RowWriter):
         self._describe(metadata)
         try:
             # With the list from before the commit: what has been written since belongs to saves that have not ended.
-            remove_leftovers(self.store, root.data_files, listed)
+            remove_leftovers(self.store, root.files, listed)
         except OSError as error:  # the checkpoint is valid; the next save removes what is left
             LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", self.store.location, error)
         finally:

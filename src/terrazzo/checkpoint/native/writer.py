@@ -367,7 +367,7 @@ def _check_files(store: Store, root: Root, entries: Sequence[Entry]) -> None:
     """Raise unless all data files are in the store: ranks may have written to folders that only have the same path, or
     another program may have removed files."""
     present = {entry.key for entry in entries}
-    for name in root.data_files:
+    for name in root.files:
         if name not in present:
             raise CheckpointError(
                 f"{store.location}: the data file {name} has been written but is not there; the folder must be "

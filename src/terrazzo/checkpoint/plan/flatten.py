@@ -126,14 +126,6 @@ def _are_keys(path: OBJ_PATH) -> bool:
     return True
 
 
-def get_element(root: Mapping[str, Any], path: OBJ_PATH) -> Any:
-    """The value at `path`."""
-    container: Any = root
-    for key in path:
-        container = container[key]
-    return container
-
-
 def _descend(container: Any, key: Any, default: Any) -> Any:
     if isinstance(container, list):
         _extend_to(container, key)

@@ -26,10 +26,11 @@ from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import Team, exception_of, failure_of
 from terrazzo.checkpoint.run.events import operation
-from terrazzo.checkpoint.run.once_per_node import Node, Passed, node_name
+from terrazzo.checkpoint.run.once_per_node import Node, Passed
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.torch_api.items import check_planner
 from terrazzo.checkpoint.torch_api.readers import TargetReader
+from terrazzo.comm.processes import host_identity
 from terrazzo.errors import CheckpointIOError, TerrazzoError
 
 
@@ -241,7 +242,7 @@ class LoadSession:
         of each rank's node, for `once_per_node`; and a name that is unique to this load."""
 
         def step() -> bytes:
-            node = node_name() if self.once_per_node else ""
+            node = host_identity() if self.once_per_node else ""
             alone = _plans_alone(self.planner) and _plans_alone(self.reader)
             return msgspec.msgpack.encode((alone, isinstance(self.reader, NativeReader), node))
 

@@ -13,13 +13,11 @@ Errors are exchanged with all ranks of the load between the steps.
 
 from __future__ import annotations
 
-import platform
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -36,15 +34,6 @@ from terrazzo.checkpoint.native.rows import ReadPlan, Target
 
 _PIECE: Final = 32 << 20  # bytes that are sent at once
 _ALIGNMENT: Final = 16
-
-
-def node_name() -> str:
-    """A name that is the same on all ranks of this machine, and on no others."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{platform.node()} {boot}"
 
 
 @dataclass(frozen=True, slots=True)

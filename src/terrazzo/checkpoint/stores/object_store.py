@@ -51,7 +51,6 @@ from terrazzo.checkpoint.stores.base import (
 )
 from terrazzo.errors import CheckpointIOError, CheckpointValueError, ConflictError
 
-SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
 _PART: Final = 32 << 20  # of a file that is sent in parts, of which there may be 10,000
 _CHUNK: Final = 256 << 10  # of an answer, copied at once while it is in the cache

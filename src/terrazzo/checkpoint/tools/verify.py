@@ -59,7 +59,7 @@ _LARGEST_BLOCK: Final = 64 << 20
 _SAVED_AGAIN: Final = " (if another program has saved here since, seal it again)"
 
 
-class _File(msgspec.Struct):
+class _SealedFile(msgspec.Struct):
     size: int
     sums: list[str]
 
@@ -68,7 +68,7 @@ class _Seal(msgspec.Struct):
     version: int
     algorithm: str
     block: int
-    files: dict[str, _File]
+    files: dict[str, _SealedFile]
 
 
 def seal(path: str | os.PathLike[str] | Store, progress: Callable[[int], None] = lambda nbytes: None) -> int:
@@ -98,7 +98,7 @@ def seal(path: str | os.PathLike[str] | Store, progress: Callable[[int], None] =
         file = folder / name
         store, size = file.parent.store, file.parent.store.stat(file.name).size
         sums = [f"{checksum(piece):016x}" for _, piece in _blocks(store, file.name, size, _BLOCK, progress)]
-        found[name] = _File(size, sums)
+        found[name] = _SealedFile(size, sums)
     folder.store.put(key, msgspec.json.format(msgspec.json.encode(_Seal(_VERSION, _ALGORITHM, _BLOCK, found))))
     return sum(file.size for file in found.values())
 
@@ -133,7 +133,7 @@ def check_seal(place: Place, progress: Callable[[int], None]) -> Checked | None:
     return checked
 
 
-def _damage(place: Place, name: str, file: _File, block: int, progress: Callable[[int], None]) -> list[Damage]:
+def _damage(place: Place, name: str, file: _SealedFile, block: int, progress: Callable[[int], None]) -> list[Damage]:
     store = place.parent.store
     try:
         size = store.stat(place.name).size

@@ -14,6 +14,7 @@ from torch.futures import Future
 from terrazzo.checkpoint.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
 from terrazzo.checkpoint.native.chunks import complete_parts
 from terrazzo.checkpoint.native.rows import ReadPlan, Target, ValueReceiver
+from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.torch_api.items import AT_ONCE, fill_items, items_of, value_item
@@ -157,34 +158,19 @@ class _ByItems:
         self._reader.read_data(self._reader.prepare_local_plan(LoadPlan(items)), planner).wait()
 
 
-class _Planner(LoadPlanner):
+class _Planner(DefaultLoadPlanner):
     """A planner of targets, or of one value, whose items have been made."""
 
     def __init__(self, targets: Mapping[MetadataIndex, Target], allow_pickle: bool = False) -> None:
-        self._targets = targets
-        self.allow_pickle = allow_pickle
+        super().__init__(allow_pickle=allow_pickle)
+        self._by_index = targets
         self.loaded: io.BytesIO | None = None
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Do nothing: there is no state dict."""
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.loaded = value
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        target = self._targets.get(read_item.dest_index)
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        target = self._by_index.get(index)
         if target is None:
-            raise CheckpointCorruptError(f"{read_item.storage_index.fqn} is stored as a tensor, not as a value")
-        return target.tensor[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices()]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Do nothing: the tensor is the target itself."""
+            raise CheckpointCorruptError(f"{index.fqn} is stored as a tensor, not as a value")
+        return target.tensor
