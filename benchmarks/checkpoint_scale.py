@@ -157,7 +157,7 @@ class IndexStore(MemoryStore):
         super().__init__()
         self._index = index
 
-    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 0) -> Iterator[Request]:
+    def read(self, requests: Iterable[Request]) -> Iterator[Request]:
         for request in requests:
             request.buffers[0][:] = self._index
             yield request

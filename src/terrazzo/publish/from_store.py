@@ -9,11 +9,9 @@ from typing import Final
 import msgspec
 import torch
 
-from terrazzo.checkpoint.default_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.native.storage import NativeReader
 from terrazzo.checkpoint.run.coordination import Team
-from terrazzo.checkpoint.state_dict_loader import load
 from terrazzo.checkpoint.tools.lazy import Checkpoint
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
 from terrazzo.layout import Box
@@ -68,24 +66,22 @@ class StoreSource:
             else:
                 self._read_changes(version)
 
-    def _opened(self, version: Version) -> tuple[Checkpoint, NativeReader, VersionRecord]:
-        reader = NativeReader(self._versions.store_of(version.place))
-        opened = Checkpoint(reader)
+    def _opened(self, version: Version) -> tuple[Checkpoint, VersionRecord]:
+        store = self._versions.store_of(version.place)
+        opened = Checkpoint(NativeReader(store))
         meta = opened.metadata.storage_meta
         if meta is None or meta.save_id != version.id:
             raise CheckpointNotFoundError(
-                f"{reader.store.location} is another checkpoint than version {version.number} in published.json"
+                f"{store.location} is another checkpoint than version {version.number} in published.json"
             )
         try:
             record = msgspec.json.decode(opened[RECORD], type=VersionRecord)
         except (KeyError, TypeError, msgspec.MsgspecError) as error:
-            raise CheckpointCorruptError(
-                f"{reader.store.location}: the version's record cannot be read: {error!r}"
-            ) from error
-        return opened, reader, record
+            raise CheckpointCorruptError(f"{store.location}: the version's record cannot be read: {error!r}") from error
+        return opened, record
 
     def _read_full(self, version: Version) -> None:
-        opened, reader, record = self._opened(version)
+        opened, record = self._opened(version)
         published = {
             name: TensorInfo(entry.properties.dtype, tuple(entry.size))
             for name, entry in opened.metadata.state_dict_metadata.items()
@@ -93,13 +89,12 @@ class StoreSource:
         }
         self.host_copy = self._match(published, record.aliases)
         self._published = published
-        for state in self.host_copy.targets(published):
-            load(dict(state), storage_reader=reader, planner=DefaultLoadPlanner(allow_lossy_dtype=True), no_dist=True)
-            self.bytes_read += reader.bytes_read
+        opened.read_into((slot.source, slot.box, slot.data) for slot in self.host_copy.slots)
+        self.bytes_read += opened.bytes_read
         self.host_copy.all_dirty()
 
     def _read_changes(self, version: Version) -> None:
-        opened, _, _ = self._opened(version)
+        opened, _ = self._opened(version)
         assert self.host_copy is not None
         for name in list(opened):
             if not name.startswith(CHANGES):

@@ -6,14 +6,13 @@ into the model between two forward passes; no network or disk is used for that, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from terrazzo.checkpoint.native.dtypes import as_bytes, can_convert, is_lossless
 from terrazzo.checkpoint.native.memory import same_memory
-from terrazzo.checkpoint.plan.sharded import ChunkedTensor
 from terrazzo.errors import CheckpointMismatchError, PublishError
 from terrazzo.layout import Box
 from terrazzo.publish.parts import ModelPart, Parts, TensorInfo
@@ -137,25 +136,6 @@ class HostCopy:
     def of(self, source: str) -> list[ReceivedBox]:
         """The slots of a published tensor."""
         return self._by_source.get(source, [])
-
-    def targets(self, published: Mapping[str, TensorInfo]) -> Iterator[dict[str, ChunkedTensor]]:
-        """The slots as state dicts for `load`. There are several if boxes of a tensor begin at the same offsets,
-        because a `ChunkedTensor` has one chunk for each offset."""
-        waiting = list(self.slots)
-        while waiting:
-            chunks: dict[str, dict[tuple[int, ...], tuple[Box, torch.Tensor]]] = {}
-            later = []
-            for slot in waiting:
-                taken = chunks.setdefault(slot.source, {})
-                if slot.box.offsets in taken:
-                    later.append(slot)
-                else:
-                    taken[slot.box.offsets] = slot.box, slot.data
-            yield {
-                name: ChunkedTensor(torch.Size(published[name].shape), next(iter(found.values()))[1].dtype, found, None)
-                for name, found in chunks.items()
-            }
-            waiting = later
 
     def all_dirty(self) -> None:
         """Mark all slots to be copied into the model."""

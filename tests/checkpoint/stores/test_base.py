@@ -125,8 +125,8 @@ class Listening(LocalStore):
         super().__init__(path)
         self.indexes: list[str] = []
 
-    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
-        for request in super().read(requests, in_flight_bytes=in_flight_bytes):
+    def read(self, requests: Iterable[Request]) -> Iterator[Request]:
+        for request in super().read(requests):
             self.indexes += [request.key] if request.key.startswith("index-") else []
             yield request
 

@@ -40,13 +40,13 @@ class Recording(MemoryStore):
         super().__init__(caps)
         self.requests: list[Request] = []
 
-    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+    def read(self, requests: Iterable[Request]) -> Iterator[Request]:
         def remembered() -> Iterator[Request]:
             for request in requests:
                 self.requests.append(request)
                 yield request
 
-        return super().read(remembered(), in_flight_bytes=in_flight_bytes)
+        return super().read(remembered())
 
 
 @st.composite
@@ -166,7 +166,7 @@ class Meeting(MemoryStore):
         self.others = threading.Event()
         self.broken = False
 
-    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+    def read(self, requests: Iterable[Request]) -> Iterator[Request]:
         for number, request in enumerate(super().read(requests)):
             if threading.current_thread() is not threading.main_thread():
                 self.others.set()

@@ -111,18 +111,6 @@ def test_a_slow_answer_holds_up_no_other_request() -> None:
     assert done.index("0") >= count - Slow.caps.depth  # the last ones were under way when it was answered
 
 
-def test_one_at_a_time_takes_the_next_request_when_the_last_was_answered() -> None:
-    store, taken = Slow(), []
-
-    def requests() -> Any:
-        for n in range(4):
-            taken.append(str(n))
-            yield Request(str(n), 0, [memoryview(bytearray(1))])
-
-    for request in store.read(requests(), in_flight_bytes=0):
-        assert taken[-1] == request.key == store.began[-1]
-
-
 def test_stores_of_one_bucket_share_a_client_unless_settings_or_the_environment_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -157,8 +145,8 @@ class Recorded(ScatteredStore):
         super().__init__(ObjectStore.caps)
         self.requests: list[Request] = []
 
-    def read(self, requests: Any, *, in_flight_bytes: int = 64 << 20) -> Any:
-        for request in super().read(requests, in_flight_bytes=in_flight_bytes):
+    def read(self, requests: Any) -> Any:
+        for request in super().read(requests):
             self.requests.append(request)
             yield request
 

@@ -203,7 +203,7 @@ class HostsStore(Store):
             with suppress(FileNotFoundError):  # a host that came back with an empty disk has no such folder
                 host.sync()
 
-    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+    def read(self, requests: Iterable[Request]) -> Iterator[Request]:
         known: dict[str, LocalStore | PeerStore] = {}
 
         def host_of(request: Request) -> LocalStore | PeerStore:
@@ -212,7 +212,7 @@ class HostsStore(Store):
             return known[request.key]
 
         for host, several in groupby(requests, host_of):
-            yield from host.read(several, in_flight_bytes=in_flight_bytes)
+            yield from host.read(several)
 
     def lease(self, key: str) -> Lease:
         self.own.prepare()  # the files may be on other hosts

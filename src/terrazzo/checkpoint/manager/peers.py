@@ -123,7 +123,7 @@ class PeerStore(Store):
         """Make that host copy a file to the root."""
         self._call("send_on", key)
 
-    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+    def read(self, requests: Iterable[Request]) -> Iterator[Request]:
         for request in requests:
             position = request.start
             for buffer in request.buffers:

@@ -16,7 +16,7 @@ from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
 from terrazzo.checkpoint.native.index import RAW, IndexRows
 from terrazzo.checkpoint.native.root import FileEntry, Root
-from terrazzo.checkpoint.stores.base import Request, Store
+from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 
 Array = np.ndarray[Any, Any]
@@ -174,27 +174,15 @@ class _File:
             for tensor, start, end in blocks.spans(0, count):
                 yield Damage(name, "not checked, for the file is damaged", tensor, start, end)
             return
-        # One request after the other, so that the one that fails is known; the reads continue after it.
-        requests = _requests(name, blocks, self.store.caps.request_bytes)
-        while True:
-            request: Request | None = None
-
-            def remembered() -> Iterator[Request]:
-                nonlocal request
-                for each in requests:
-                    request = each
-                    yield each
-
+        for first, last, memory in _runs(blocks, self.store.caps.request_bytes):
             try:
-                for done in self.store.read(remembered(), in_flight_bytes=0):
-                    first, last = done.owner
-                    yield from self._wrong(blocks, first, last, done.buffers[0])
-                    self.progress(done.size)
-                return
+                self.store.read_at(name, int(blocks.starts[first]), memory)
             except (OSError, EOFError) as error:
-                if request is not None:
-                    for tensor, start, end in blocks.spans(*request.owner):
-                        yield Damage(name, str(error), tensor, start, end)
+                for tensor, start, end in blocks.spans(first, last):
+                    yield Damage(name, str(error), tensor, start, end)
+                continue
+            yield from self._wrong(blocks, first, last, memory)
+            self.progress(len(memory))
 
     def _header_fault(self) -> str | None:
         size = self.store.stat(self.entry.name).size
@@ -215,8 +203,8 @@ class _File:
             yield Damage(self.entry.name, "not the bytes that were saved", tensor, int(start), int(end))
 
 
-def _requests(name: str, blocks: _Blocks, limit: int) -> Iterator[Request]:
-    """All of the blocks, in requests of about `limit` bytes; memory is used again after each."""
+def _runs(blocks: _Blocks, limit: int) -> Iterator[tuple[int, int, memoryview]]:
+    """All of the blocks, in runs of about `limit` bytes without gaps, with memory that is used again for the next."""
     starts, ends = blocks.starts, blocks.ends
     memory = memoryview(bytearray(max(limit, int((ends - starts).max(initial=0)))))
     gaps = np.nonzero(starts[1:] != ends[:-1])[0] + 1
@@ -225,5 +213,5 @@ def _requests(name: str, blocks: _Blocks, limit: int) -> Iterator[Request]:
         while first < stop:
             last = max(int(np.searchsorted(ends[:stop], starts[first] + limit, "right")), first + 1)
             nbytes = int(ends[last - 1] - starts[first])
-            yield Request(name, int(starts[first]), [memory[:nbytes]], (first, last))
+            yield first, last, memory[:nbytes]
             first = last

@@ -283,11 +283,10 @@ class Store(abc.ABC):
         """A new data file that will have about `size` bytes. It is an error if the key exists."""
 
     @abc.abstractmethod
-    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+    def read(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Carry out requests, several at once if that is faster; each is yielded when its buffers are full.
 
-        The order may change. `in_flight_bytes` bounds the memory that requests need besides their own buffers; with 0
-        they are carried out one after the other, in order.
+        The order may change.
         """
 
     @abc.abstractmethod
@@ -367,7 +366,7 @@ class Store(abc.ABC):
 
     def read_at(self, key: str, start: int, *buffers: memoryview) -> None:
         """Fill buffers with the bytes of a file from `start` on, one after the other."""
-        for _ in self.read([Request(key, start, buffers)], in_flight_bytes=0):
+        for _ in self.read([Request(key, start, buffers)]):
             pass
 
     def lease(self, key: str) -> Lease:

@@ -112,7 +112,7 @@ class FsspecStore(Store):
         with suppress(OSError):  # it is not empty, or does not exist any more
             self._fs.rmdir(self._path(name))
 
-    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+    def read(self, requests: Iterable[Request]) -> Iterator[Request]:
         for request in requests:
             size = request.size
             if size:

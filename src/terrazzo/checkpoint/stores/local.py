@@ -192,7 +192,7 @@ class LocalStore(Store):
         if self._durable:
             self.sync_folder(self._path)
 
-    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+    def read(self, requests: Iterable[Request]) -> Iterator[Request]:
         file: _LocalReadFile | None = None
         name = ""
         try:

@@ -47,7 +47,7 @@ class MemoryStore(Store):
             raise FileExistsError(f"{key} exists already in {self.location}")
         return MemoryUpload(size, lambda data: self.put(key, data))
 
-    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
+    def read(self, requests: Iterable[Request]) -> Iterator[Request]:
         for request in requests:
             data, position = self._file(request.key), request.start
             for buffer in request.buffers:

@@ -124,16 +124,11 @@ class ObjectStore(Store):
 
         return ScatteredUpload(send)
 
-    def read(self, requests: Iterable[Request], *, in_flight_bytes: int = 64 << 20) -> Iterator[Request]:
-        if in_flight_bytes <= 0:
-            for request in requests:
-                self._fetch(request)
-                yield request
-            return
+    def read(self, requests: Iterable[Request]) -> Iterator[Request]:
         todo: SimpleQueue[Request | None] = SimpleQueue()
         done: SimpleQueue[tuple[Request, BaseException | None]] = SimpleQueue()
         workers: list[threading.Thread] = []
-        under_way, most = 0, max(min(self.caps.depth, in_flight_bytes // _CHUNK), 1)
+        under_way = 0
 
         def work() -> None:
             while (request := todo.get()) is not None:
@@ -154,7 +149,7 @@ class ObjectStore(Store):
 
         try:
             for request in requests:
-                while under_way >= most:
+                while under_way >= self.caps.depth:
                     yield arrived()
                 under_way += 1
                 if under_way > len(workers):
@@ -172,6 +167,9 @@ class ObjectStore(Store):
                 todo.put(None)
             for worker in workers:
                 worker.join()
+
+    def read_at(self, key: str, start: int, *buffers: memoryview) -> None:
+        self._fetch(Request(key, start, buffers))
 
     def _fetch(self, request: Request) -> None:
         """Carry out one request; bytes are copied to their destination as they arrive."""

@@ -9,7 +9,7 @@ with Checkpoint(path) as ckpt:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -136,8 +136,12 @@ class Checkpoint(Mapping[str, Any]):
         for name in names:
             entry = self._boxes.tensor(name)
             found[name] = empty(name, entry.size, entry.properties.dtype)
-        self._boxes.read((name, Box.whole(target.shape), target) for name, target in found.items())
+        self.read_into((name, Box.whole(target.shape), target) for name, target in found.items())
         return found
+
+    def read_into(self, wanted: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
+        """Fill tensors, each with a box of the tensor of a name; they are read together, and converted if necessary."""
+        self._boxes.read(wanted)
 
     def _repr_html_(self) -> str:
         names, rows = in_order(self), []
@@ -224,7 +228,7 @@ class LazyTensor:
     def read(self, box: Box) -> torch.Tensor:
         """The elements of a box, as a tensor."""
         target = empty(self.name, box.lengths, self.dtype)
-        self._checkpoint._boxes.read([(self.name, box, target)])
+        self._checkpoint.read_into([(self.name, box, target)])
         return target
 
 
