@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -76,7 +77,15 @@ def test_deepspeeds_own_schedules_agree(kind, params):
     one, other = optimizer(), optimizer()
     ours = make_scheduler(None, SchedulerConfig(type=kind, params=params), one)
     reference = getattr(theirs, kind)(other, **params)
+    arguments = [inspect.signature(type(each)).parameters.values() for each in (ours, reference)]
+    assert [(a.name, a.kind) for a in arguments[0]] == [(a.name, a.kind) for a in arguments[1]]
+    names = ("max_lrs", "min_lrs", "warmup_num_steps", "total_num_steps") if "Warmup" in kind else ()
+    assert all(getattr(ours, n) == getattr(reference, n) for n in names if hasattr(reference, n))
     for step in range(26):
+        for query in ("get_lr", "get_mom", "get_lr_ratio"):
+            if hasattr(reference, query):
+                found, wanted = (torch.tensor(getattr(each, query)() or 0.0) for each in (ours, reference))
+                torch.testing.assert_close(found, wanted, msg=query)
         for group, expected in zip(one.param_groups, other.param_groups, strict=True):
             assert group["lr"] == pytest.approx(expected["lr"], rel=1e-12), step
             assert group["betas"] == pytest.approx(expected["betas"], rel=1e-12), step
@@ -100,6 +109,8 @@ def test_what_is_refused():
         rates("LRRangeTest", 1, lr_range_test_step_size=0)
     with pytest.raises(EngineConfigError, match="do not fit WarmupLR"):
         rates("WarmupLR", 1, warmup_steps=3)
+    with pytest.raises(EngineConfigError, match="must be 0 or more"):
+        rates("WarmupLR", 1, warmup_num_steps=-5)
     with pytest.raises(EngineConfigError, match="log or linear"):
         rates("WarmupLR", 1, warmup_type="square")
     with pytest.raises(EngineConfigError, match="2 values for 1 param groups"):

@@ -36,18 +36,22 @@ class _Warmup(Schedule):
     ) -> None:
         if warmup_type not in ("log", "linear"):
             raise EngineConfigError(f"config: scheduler.params.warmup_type must be log or linear, not {warmup_type!r}")
-        self.warmup_steps = max(2, warmup_num_steps)
+        if not isinstance(warmup_num_steps, int | float) or warmup_num_steps < 0:
+            raise EngineConfigError(
+                f"config: scheduler.params.warmup_num_steps must be 0 or more, not {warmup_num_steps!r}"
+            )
+        self.warmup_num_steps = max(2, warmup_num_steps)
         self.warmup_type = warmup_type
         super().__init__(optimizer, last_batch_iteration)
 
     def warmup(self) -> float | None:
         """The progress of the warmup, from 0 to 1; None once it is over."""
         done = max(self.last_batch_iteration, 0)
-        if done >= self.warmup_steps:
+        if done >= self.warmup_num_steps:
             return None
         if self.warmup_type == "linear":
-            return done / self.warmup_steps
-        return math.log(done + 1) / math.log(self.warmup_steps)
+            return done / self.warmup_num_steps
+        return math.log(done + 1) / math.log(self.warmup_num_steps)
 
 
 class WarmupLR(_Warmup):
@@ -64,7 +68,6 @@ class WarmupLR(_Warmup):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        *,
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] | None = None,
         warmup_num_steps: int = 1000,
@@ -73,14 +76,14 @@ class WarmupLR(_Warmup):
     ) -> None:
         if warmup_max_lr is None:
             warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
-        self.low = per_group(warmup_min_lr, optimizer, "warmup_min_lr")
-        self.high = per_group(warmup_max_lr, optimizer, "warmup_max_lr")
+        self.min_lrs = per_group(warmup_min_lr, optimizer, "warmup_min_lr")
+        self.max_lrs = per_group(warmup_max_lr, optimizer, "warmup_max_lr")
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def rates(self) -> list[float]:
         warmup = self.warmup()
         share = self.after_warmup() if warmup is None else warmup
-        return [low + (high - low) * share for low, high in zip(self.low, self.high, strict=True)]
+        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def after_warmup(self) -> float:
         """The position between the two rates after the warmup, from 0 to 1."""
@@ -93,17 +96,19 @@ class WarmupDecayLR(WarmupLR):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        *,
         total_num_steps: int,
+        warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] = 1e-3,
-        **options: Any,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
     ) -> None:
-        self.total = total_num_steps
-        super().__init__(optimizer, warmup_max_lr=warmup_max_lr, **options)
+        self.total_num_steps = total_num_steps
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def after_warmup(self) -> float:
-        span = max(1.0, self.total - self.warmup_steps)
-        return max(0.0, (self.total - self.last_batch_iteration) / span)
+        span = max(1.0, self.total_num_steps - self.warmup_num_steps)
+        return max(0.0, (self.total_num_steps - self.last_batch_iteration) / span)
 
 
 class WarmupCosineLR(_Warmup):
@@ -112,7 +117,6 @@ class WarmupCosineLR(_Warmup):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        *,
         total_num_steps: int,
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
@@ -120,21 +124,22 @@ class WarmupCosineLR(_Warmup):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total, self.low, self.end = total_num_steps, warmup_min_ratio, cos_min_ratio
+        self.total_num_steps, self.low, self.end = total_num_steps, warmup_min_ratio, cos_min_ratio
         self.base = [float(group["lr"]) for group in optimizer.param_groups]
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def rates(self) -> list[float]:
-        return [base * self._ratio() for base in self.base]
+        return [base * self.get_lr_ratio() for base in self.base]
 
-    def _ratio(self) -> float:
+    def get_lr_ratio(self) -> float:
+        """The share of the optimizer's own rate at this step."""
         if self.last_batch_iteration < 0:
             return 0.0
         warmup = self.warmup()
         if warmup is not None:
             return self.low + (1.0 - self.low) * warmup
-        past = self.last_batch_iteration - self.warmup_steps + 1
-        progress = min(past / max(self.total - self.warmup_steps, 1), 1.0)
+        past = self.last_batch_iteration - self.warmup_num_steps + 1
+        progress = min(past / max(self.total_num_steps - self.warmup_num_steps, 1), 1.0)
         return self.end + (1.0 - self.end) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 

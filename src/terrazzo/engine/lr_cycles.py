@@ -23,7 +23,6 @@ class LRRangeTest(Schedule):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        *,
         lr_range_test_min_lr: float | Sequence[float] = 1e-3,
         lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0,
@@ -59,7 +58,6 @@ class OneCycle(Schedule):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        *,
         cycle_min_lr: float | Sequence[float],
         cycle_max_lr: float | Sequence[float],
         decay_lr_rate: float = 0.0,
@@ -97,15 +95,16 @@ class OneCycle(Schedule):
             return [low + (high - low) * height for low, high in zip(self.low, self.high, strict=True)]
         return [low / self._decay(self.decay_rate) for low in self.low]
 
-    def momenta(self) -> list[float]:
-        """The first beta of each param group at this step."""
-        if self.last_batch_iteration < 0:
-            return self.low_momentum
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each param group at this step; None if they do not move."""
+        return self._betas() if self.momentum else None
+
+    def _betas(self) -> list[tuple[float, float]]:
         if self.last_batch_iteration < self.up + self.down:
             height = self.height()
             pairs = zip(self.low_momentum, self.high_momentum, strict=True)
-            return [high - (high - low) * height for low, high in pairs]
-        return [high * self._decay(self.decay_momentum) for high in self.high_momentum]
+            return [(high - (high - low) * height, 0.99) for low, high in pairs]
+        return [(high * self._decay(self.decay_momentum), 0.99) for high in self.high_momentum]
 
     def height(self) -> float:
         """The height in the cycle, from 0 to 1."""
@@ -123,5 +122,8 @@ class OneCycle(Schedule):
     def _apply(self) -> None:
         super()._apply()
         if self.momentum:
-            for group, first in zip(self.optimizer.param_groups, self.momenta(), strict=True):
-                group["betas"] = (first, 0.99)
+            # The first step has the lowest, as in DeepSpeed.
+            first = self.last_batch_iteration < 0
+            moved = [(low, 0.99) for low in self.low_momentum] if first else self._betas()
+            for group, betas in zip(self.optimizer.param_groups, moved, strict=True):
+                group["betas"] = betas
