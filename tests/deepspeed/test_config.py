@@ -257,6 +257,7 @@ def test_configs_that_people_have():
     read, _ = read_config({**base, **quiet})
     assert read.zero_optimization.offload_optimizer.device == "cpu" and read.communication_data_type == "bf16"
     assert read_config({**base, "bfloat16": {"enabled": True}})[0].bf16.enabled
+    assert read_config({**base, "gradient_allreduce_op": "SUM"})[0].gradient_allreduce_op == "sum"
     assert read_config({**base, "zero_optimization": True})[0].zero_optimization.stage == 1
     metric = {"min_difficulty": 1, "max_difficulty": 4, "schedule_type": "fixed_linear", "difficulty_type": "value"}
     metric["schedule_config"] = {"total_curriculum_step": 5, "difficulty_step": 1}
@@ -272,6 +273,7 @@ def test_configs_that_people_have():
             "zero_quantized_nontrainable_weights is not supported",
         ),
         ({"tensor_parallel": {"autotp_size": 4}}, "parallelize_module"),
+        ({"zero_optimization": {"stage": 2, "zenflow": {}}}, "zenflow is not supported"),
         ({"compile": {"deepcompile": True}}, "torch.compile"),
         ({"elasticity": {"enabled": True}}, "any number of ranks"),
         ({"amp": {"enabled": True}}, "has removed it"),

@@ -25,12 +25,12 @@ class Key:
 
     fate: Fate
     why: str
-    nothing: tuple[Any, ...] = (None, False)
+    nothing: tuple[Any, ...] = (None, False, {})
 
     def asks(self, value: Any) -> bool:
         """Whether a value asks for the feature that is not there."""
-        if isinstance(value, dict):
-            return value.get("enabled", bool(value)) is not False
+        if isinstance(value, dict) and "enabled" in value:
+            return value["enabled"] is not False
         return all(value is not other and value != other for other in self.nothing)
 
 
@@ -47,11 +47,11 @@ def _harmless(why: str) -> Key:
 
 
 def _warned(why: str, *nothing: Any) -> Key:
-    return Key("warned", why, (None, "auto", *nothing))
+    return Key("warned", why, (None, "auto", {}, *nothing))
 
 
 def _refused(why: str, *nothing: Any) -> Key:
-    return Key("refused", why, (None, False, *nothing))
+    return Key("refused", why, (None, False, {}, *nothing))
 
 
 _BUCKETS = "what travels together follows from `zero_optimization.wrap`"
@@ -136,7 +136,7 @@ _ZERO = {
     "zero_quantized_nontrainable_weights": _refused("use `zero_quantized_weights`, which is for all matrices"),
     "zero_quantized_gradients": _done("those of matrices are sent as int8, in such blocks, and added in float32"),
     "zeropp_loco_param": _refused(_GONE),
-    "zenflow": _refused("the optimizer steps with all gradients"),
+    "zenflow": Key("refused", "the optimizer steps with all gradients", (None, False)),  # {} enables it
     "elastic_checkpoint": _harmless("every checkpoint is"),
     "load_from_fp32_weights": _warned("weights are loaded in float32", True),
     "pipeline_loading_checkpoint": _harmless("ranks read what they need"),

@@ -125,6 +125,8 @@ def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(section, Mapping) and section.get("enabled", False) in (False, "auto"):
             # The rest of a disabled section is not used, and may be incomplete.
             config[name] = {key: value for key, value in section.items() if key == "enabled"}
+    if isinstance(config.get("gradient_allreduce_op"), str):
+        config["gradient_allreduce_op"] = config["gradient_allreduce_op"].lower()
     if "communication_data_type" in config:
         names = {"float16": "fp16", "half": "fp16", "bfp16": "bf16", "bfloat16": "bf16", "float32": "fp32"}
         wanted = config["communication_data_type"]
