@@ -69,7 +69,7 @@ class Names(ModuleType):
         vars(self)["ours"] = _imported(f"terrazzo.{name}")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and not name.startswith("__compatible"):
+        if name.startswith("__") and not name.startswith(("__compatible", "__git", "__version")):
             raise AttributeError(name)
         ours = vars(self)["ours"]
         if ours is not None and hasattr(ours, name) and not isinstance(getattr(ours, name), ModuleType):
@@ -208,11 +208,13 @@ def run(source: Path, file: str, peer: str, path: Path) -> None:
     os._exit(0)
 
 
-def build_operators() -> None:
+def build_operators(files: list[str]) -> None:
     """Compile what DeepSpeed compiles when it is used first, which takes longer than a test may."""
     from deepspeed.ops.op_builder import CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder, FusedAdamBuilder
 
-    for builder in (FusedAdamBuilder, CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder):
+    rare = {"ops/adagrad": CPUAdagradBuilder, "ops/lion": CPULionBuilder}
+    needed = [builder for start, builder in rare.items() if any(file.startswith(start) for file in files)]
+    for builder in (FusedAdamBuilder, CPUAdamBuilder, *needed):
         builder().load(verbose=False)
 
 
@@ -239,7 +241,7 @@ def main() -> None:
     ]
     os.environ["TORCH_EXTENSIONS_DIR"] = str(results / "operators")
     if options.only != "terrazzo":
-        building = multiprocessing.get_context("fork").Process(target=build_operators)
+        building = multiprocessing.get_context("fork").Process(target=build_operators, args=(files,))
         building.start()
         building.join()
     explained = set(re.findall(r"^\| `([^`]+\.py::[^`]+)`", PAGE.read_text() if PAGE.exists() else "", re.MULTILINE))
