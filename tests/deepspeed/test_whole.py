@@ -112,8 +112,15 @@ def check_checkpoint(folder: str) -> None:
     for p in engine.module.parameters():
         p.data.add_(1.0)
     expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    engine.save_checkpoint(folder)
-    assert all(type(p.data) is torch.Tensor for p in engine.module.parameters())
+    given = engine.module_state_dict()
+    assert all(type(value) is torch.Tensor and torch.equal(value, expected[name]) for name, value in given.items())
+    assert given.keys() == expected.keys()
+    engine.module.embed.weight.requires_grad_(False)
+    assert "embed.weight" not in engine.module_state_dict(exclude_frozen_parameters=True)
+    engine.module.embed.weight.requires_grad_(True)
+    for save in (engine.save_checkpoint, engine.save_16bit_model, engine.core.save_checkpoint):
+        save(folder)
+        assert all(type(p.data) is torch.Tensor for p in engine.module.parameters()), save
     resumed = made(2)
     resumed.load_checkpoint(folder)
     for name, value in resumed.module.state_dict().items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from terrazzo.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, make_loader
-from terrazzo.deepspeed.engines import forget, remember, show_between_steps
+from terrazzo.deepspeed.engines import forget, remember, show_between_steps, shows_whole
 from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer, NoOptimizer, view_of
 from terrazzo.deepspeed.settings import SETTINGS, setting
 from terrazzo.deepspeed.utils.sharded import whole
@@ -57,7 +58,8 @@ class DeepSpeedEngine(nn.Module):
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
         remember(core)
         mark(core.module)
-        show_between_steps(self.core)
+        core.show = partial(show_between_steps, core)
+        core.show()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -90,7 +92,6 @@ class DeepSpeedEngine(nn.Module):
                 "`optimizer`"
             )
         self.core.step(lr_kwargs)
-        show_between_steps(self.core)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -170,7 +171,6 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """Save the whole state of the run; returns True."""
         self.core.save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters).result()
-        show_between_steps(self.core)
         return True
 
     def load_checkpoint(
@@ -192,7 +192,6 @@ class DeepSpeedEngine(nn.Module):
         path, client_state = self.core.load_checkpoint(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )
-        show_between_steps(self.core)
         return (None, None) if path is None else (path, client_state)
 
     def module_state_dict(
@@ -202,8 +201,14 @@ class DeepSpeedEngine(nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's state; parameters are DTensors in float32."""
-        state = self.core.module_state_dict(exclude_frozen_parameters)
+        """The model's state: whole, plain tensors in stages 0 to 2 between steps; else DTensors in float32."""
+        if shows_whole(self.core):
+            state = self.module.state_dict(keep_vars=keep_vars)
+            if exclude_frozen_parameters:
+                parameters = dict(self.module.named_parameters(remove_duplicate=False))
+                state = {n: v for n, v in state.items() if n not in parameters or parameters[n].requires_grad}
+        else:
+            state = self.core.module_state_dict(exclude_frozen_parameters)
         named = {prefix + name: value for name, value in state.items()}
         if destination is None:
             return named
@@ -237,7 +242,7 @@ class DeepSpeedEngine(nn.Module):
             os.makedirs(save_dir, exist_ok=True)
             torch.save(gathered, os.path.join(save_dir, save_filename))
         dist.barrier()
-        show_between_steps(self.core)
+        self.core.show()
         return True
 
     save_fp16_model = save_16bit_model
@@ -290,7 +295,7 @@ class DeepSpeedEngine(nn.Module):
         state = checkpoint.get("module", checkpoint)
         self.core.reshard()
         set_model_state_dict(self.module, dict(state), options=StateDictOptions(strict=strict, full_state_dict=True))
-        show_between_steps(self.core)
+        self.core.show()
 
     def loss_scale(self) -> float:
         """The factor by which the loss is multiplied."""

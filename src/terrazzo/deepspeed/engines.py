@@ -48,25 +48,26 @@ def as_sharded(parameter: Tensor) -> Tensor:
 
 def is_whole(parameter: Tensor) -> bool:
     """Whether it is a whole parameter between steps, which users may write to."""
-    return any(_shows_whole(e) and any(parameter is p for p in e.module.parameters()) for e in _engines)
+    return any(shows_whole(e) and any(parameter is p for p in e.module.parameters()) for e in _engines)
 
 
 def show_again(written: Iterable[Tensor]) -> None:
     """Have whole parameters between steps show what was written to these shards; called on all ranks."""
     # In the order of the parameters, which is the same on all ranks.
     found = [next((e for e in _engines if sharded_of(e.module, p) is not None), None) for p in written]
-    for engine in dict.fromkeys(engine for engine in found if engine is not None and _shows_whole(engine)):
+    for engine in dict.fromkeys(engine for engine in found if engine is not None and shows_whole(engine)):
         engine.reshard()
-        show_whole(engine.module)
+        engine.show()
 
 
-def _shows_whole(engine: Engine) -> bool:
+def shows_whole(engine: Engine) -> bool:
+    """Whether the parameters of an engine are whole, plain tensors now."""
     return engine.stage < 3 and engine.pipeline is None and engine.between_steps
 
 
 def show_between_steps(engine: Engine) -> None:
     """Have whole, plain tensors as parameters, where every rank has all of them in DeepSpeed."""
-    if _shows_whole(engine):
+    if shows_whole(engine):
         show_whole(engine.module)
 
 

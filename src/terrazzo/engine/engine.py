@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,20 @@ from terrazzo.errors import EngineConfigError, EngineError
 
 LOGGER = logging.getLogger("terrazzo.engine")
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _with_shards(method: F) -> F:
+    """A method of the engine that needs parameters to be shards; afterwards they are what users see."""
+
+    @wraps(method)
+    def run(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        self.show()
+        return result
+
+    return run  # type: ignore[return-value]  # of the same signature
+
 
 class Engine:
     """Trains a model. Created by `terrazzo.engine.initialize`.
@@ -64,6 +79,7 @@ class Engine:
         global_samples: the number of samples trained on, on all ranks.
         step_applied: whether the last `step` changed the parameters.
         watchers: functions that are called with the engine after each optimizer step, as monitors are.
+        show: called whenever the engine has resharded all parameters; does nothing unless another function is set.
         flops, comms: reports that the config asks for, or None.
     """
 
@@ -113,6 +129,7 @@ class Engine:
         self.skipped_steps = 0
         self.step_applied = False
         self.watchers: list[Callable[[Engine], None]] = []
+        self.show: Callable[[], None] = lambda: None
         self.losses = Losses(self)
         self.flops, self.comms = self._reports(whole)
         self._boundary: bool | None = None  # set by the user
@@ -307,6 +324,7 @@ class Engine:
         if not self._has_stepped:
             self._has_stepped = True
             mark("stepped")
+        self.show()
         for told in list(self.watchers):
             told(self)
 
@@ -334,6 +352,7 @@ class Engine:
         """The model's state by the names of the unwrapped model; parameters are DTensors in float32."""
         return module_state_dict(self.module, exclude_frozen=exclude_frozen_parameters)
 
+    @_with_shards
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -376,6 +395,7 @@ class Engine:
             timeout=timeout,
         )
 
+    @_with_shards
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -412,6 +432,7 @@ class Engine:
         )
         return str(path), client_state
 
+    @_with_shards
     def save_step(
         self,
         manager: CheckpointManager,
@@ -435,6 +456,7 @@ class Engine:
             self, manager, metrics, client_state or {}, force=force, exclude_frozen=exclude_frozen_parameters
         )
 
+    @_with_shards
     def load_step(
         self,
         manager: CheckpointManager,
