@@ -29,7 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from outcomes import Absent, Outcomes, counted, outcomes_of
+from outcomes import Absent, Outcomes, counted, end_with_parent, outcomes_of
 
 # Left out are folders about what terrazzo refuses, or has not: automatic tensor and expert parallelism, Ulysses,
 # inference, compiling passes, quantised kernels, NVMe, the launcher.
@@ -112,6 +112,7 @@ def forked(execution: Any, num_procs: int, init_method: str) -> None:
     port = common.get_master_port(20000 + os.getpid() % 10000)
 
     def rank(number: int, writer: Any) -> None:
+        end_with_parent()
         os.setpgid(0, 0)
         try:
             skipped = execution._dist_run(number, num_procs, port, init_method)
@@ -184,6 +185,7 @@ def run(source: Path, file: str, peer: str, path: Path) -> None:
     import pytest
     import torch
 
+    end_with_parent()
     os.setpgid(0, 0)
     log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
@@ -203,7 +205,7 @@ def run(source: Path, file: str, peer: str, path: Path) -> None:
     common.set_accelerator_visible = lambda: None
     common.time = type("Time", (), {"sleep": staticmethod(lambda _: None), "time": staticmethod(time.time)})
     arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", ".", f"unit/{file}"]
-    pytest.main(arguments, plugins=[_Keeps(path)])
+    pytest.main(arguments, plugins=[_Keeps(path.with_suffix(".part"))])
     sys.stdout.flush()
     os._exit(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -31,6 +32,11 @@ class Absent:
         return ()
 
 
+def end_with_parent() -> None:
+    """Have this process end when the one that forked it does, which may be killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of Linux
+
+
 def outcomes_of(
     run: Callable[[Path, str, str, Path], None],
     source: Path,
@@ -43,8 +49,10 @@ def outcomes_of(
     """The outcomes of one file on one of the two libraries, which `run` writes; with `keep`, those of last time."""
     path = results / peer / (file.removesuffix(".py").replace("/", ".") + ".json")
     path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")  # what `run` may write to: a file that was cut off with this program is run again
     if not (keep and path.exists()):
         path.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         # Forked, because importing torch and terrazzo takes longer than most files.
         process = multiprocessing.get_context("fork").Process(target=run, args=(source, file, peer, path))
         process.start()
@@ -52,6 +60,8 @@ def outcomes_of(
         if process.is_alive():
             os.killpg(process.pid or 0, signal.SIGKILL)
             process.join()
+        if part.exists():
+            part.replace(path)
         if not path.exists():
             path.write_text(json.dumps({"(the file)": ["failed", "it ended early, or ran into the time limit"]}))
     outcomes: Outcomes = json.loads(path.read_text())
