@@ -118,3 +118,27 @@ def test_types_under_autocast(kind):
     plain: dict[str, Any] = {}
     for name, placements, *types in (row for row in found[0] if len(row) == 4):
         assert types == plain.setdefault(name, types), f"{name}, {placements}"
+
+
+def normalised_without_eps() -> None:
+    """A rank without samples or channels adds nothing to the parameters' gradients, not even what is no number."""
+    mesh = init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    x, w, mean, var = torch.randn(3, 3, 4), torch.rand(3), torch.randn(3), torch.rand(3) + 1
+    functions: dict[str, Callable[..., Tensor]] = {
+        "group_norm": lambda x, w, mean, var: F.group_norm(x, 3, w, w, eps=0.0),
+        "instance_norm": lambda x, w, mean, var: F.instance_norm(x, weight=w, bias=w, eps=0.0),
+        "batch_norm": lambda x, w, mean, var: F.batch_norm(x, mean, var, w, w, eps=0.0),
+    }
+    for name, function in functions.items():
+        plain = w.clone().requires_grad_()
+        function(x, plain, mean, var).square().sum().backward()
+        for dim in (0, 1):
+            mine: Any = distribute_tensor(w, mesh, [Replicate()]).requires_grad_()
+            rest = [distribute_tensor(t, mesh, [Replicate()]) for t in (mean, var)]
+            function(distribute_tensor(x, mesh, [Shard(dim)]), mine, *rest).square().sum().backward()
+            torch.testing.assert_close(mine.grad.full_tensor(), plain.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_parameters_of_normalisation_without_eps():
+    run_ranks(4, normalised_without_eps)

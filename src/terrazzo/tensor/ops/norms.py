@@ -16,6 +16,7 @@ from terrazzo.comm.axis import Axis
 from terrazzo.comm.differentiable import cast, reduce_replicate
 from terrazzo.layout import Partial
 from terrazzo.tensor.dispatch.spec import HALF, Call, Chosen, Dims, LocalFunction, Operand, Spec, within
+from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.ops.accumulate import axis_of_shards, in_working_type, rounded, working_type
 from terrazzo.tensor.ops.questions import is_cut, is_sharded_along
 from terrazzo.tensor.ops.reductions import reduced_dims, reduction
@@ -108,8 +109,9 @@ def group_norm(
 
     def localize(chosen: Chosen) -> LocalFunction | None:
         share = math.prod(chosen.ins[0].mesh_shape[m] for m in chosen.sharded.get(1, ()))
-        if share == 1:
-            return None
+        nothing = _unless_empty(chosen)
+        if nothing is not None or share == 1:
+            return nothing
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             if "num_groups" in kw:
@@ -125,7 +127,6 @@ def group_norm(
         whole=frozenset(factors[2:]),
         even={1: (num_groups, input.shape[1])},
         localize=localize,
-        never_empty=True,
     )
 
 
@@ -143,7 +144,7 @@ def batch_norm_rule(
     factors: Dims = tuple(range(x.ndim))
     ins = [factors] + [(1,)] * (len(call.operands) - 1)
     if not training:
-        return Spec(ins, [factors], [x.shape], never_empty=True)
+        return Spec(ins, [factors], [x.shape], localize=_unless_empty)
     # Running statistics are written in place, so they are never redistributed.
     if is_cut(x, (1,)) or not all(o.layout.is_replicated for o in call.operands[1:]) or not x.numel:
         return None
@@ -196,6 +197,21 @@ _BATCH_NORM = (
 """The order of the arguments in C++, and that in `torch.nn.functional`."""
 
 
+def _unless_empty(chosen: Chosen) -> LocalFunction | None:
+    """An empty shard gives an empty shard.
+
+    PyTorch refuses one, and a row of zeros in its place (`never_empty`) may have no finite normalised values, which
+    would be in the gradients of the parameters.
+    """
+    if all(mine or not n for mine, n in zip(chosen.ins[0].local_shape, chosen.ins[0].shape, strict=True)):
+        return None
+
+    def nothing(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+        return tied_to(loc[0] * 1, *[v for v in (*loc[1:], *kw.values()) if isinstance(v, torch.Tensor)])
+
+    return nothing
+
+
 @rule("instance_norm")
 def instance_norm_rule(
     call: Call, input: Operand, weight: Any = None, bias: Any = None, running_mean: Any = None, running_var: Any = None,
@@ -209,7 +225,7 @@ def instance_norm_rule(
         return None
     factors = tuple(range(x.ndim))
     ins: list[Dims] = [factors, *[(1,)] * (len(call.operands) - 1)]
-    return Spec(ins, [factors], [x.shape], whole=frozenset(factors[2:]), never_empty=True)
+    return Spec(ins, [factors], [x.shape], whole=frozenset(factors[2:]), localize=_unless_empty)
 
 
 @decomposition("batch_norm")
