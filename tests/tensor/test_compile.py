@@ -424,6 +424,16 @@ def seeds(x: Any) -> Any:
     return F.dropout(x)  # the line
 
 
+def turns(x: Any) -> Any:
+    plain.t_()
+    return x
+
+
+def replaces(x: Any) -> Any:
+    held[0].data = x
+    return x
+
+
 def differentiates(x: Any) -> Any:
     w = x.detach().requires_grad_()
     (w * held[0]).sum().backward()
@@ -440,12 +450,15 @@ def names(x: Any) -> Any:
 
 
 held: list[Any] = []
+plain = torch.ones(2, 3)
 WITH_LINE = [takes_item, branches, finds, seeds]
 REASONS = {
     takes_item: "needs a value",
     branches: "needs a value",
     finds: "shape of the result",
     seeds: "sets the state of a random generator",
+    turns: "changes the shape, layout or storage",
+    replaces: "changes the shape, layout or storage",
     differentiates: "calls backward",
     counts: "changes held",
     names: "returns a object",
@@ -481,9 +494,11 @@ def refusals() -> None:
     for value in (object(), torch.randn(2, 2).to_sparse()):
         with pytest.raises(CaptureError, match="is called with"):
             compiled(lambda x, y: x)(x, value)
-    hidden = {"a": (torch.ones(4, 4),)}
+    hidden = [torch.ones(4, 4)] * 1001  # too long to be searched
     with pytest.raises(CaptureError, match="test_compile"):
-        compiled(lambda y: y * hidden["a"][0])(torch.ones(4, 4))
+        compiled(lambda y: y * hidden[0])(torch.ones(4, 4))
+    kept = {"a": (torch.ones(4, 4),)}
+    assert torch.equal(compiled(lambda y: y * kept["a"][0])(torch.ones(4, 4)), torch.ones(4, 4))
     # What is sharded inside would be gathered while it is captured.
     inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(inner[0], mesh=mesh)

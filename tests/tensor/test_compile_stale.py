@@ -295,6 +295,21 @@ def test_what_cannot_be_compared_is_refused_with_its_place(function, what):
         assert fast(torch.ones(2)).tolist() == [1.0, 1.0]
 
 
+class Slot:
+    __slots__ = ("pair",)
+
+
+class Anew(Slot):
+    pair = property(lambda self: (float("3"),))  # another object at each look
+
+
+def test_what_is_made_anew_at_each_look_is_refused():
+    held = Anew()
+    fast = terrazzo.compile(lambda x: x * held.pair[0], backend="aot_eager")
+    with pytest.warns(CompileWarning, match="made anew"):
+        assert fast(torch.ones(2)).tolist() == [3.0, 3.0]
+
+
 def test_a_count_of_calls_is_refused_and_runs_eagerly():
     fast = terrazzo.compile(counting, backend="aot_eager")
     with pytest.warns(CompileWarning, match=r"it changes .*calls"):
@@ -407,6 +422,30 @@ def test_what_interrupts_a_program_is_no_part_of_it(cause, interrupts, monkeypat
     assert EVENTS > 0
     assert gc.callbacks == callbacks and gc.isenabled()
     assert len(terrazzo.compile_report(fast).graphs) == 1
+
+
+class Alike:
+    """Methods that are called as handlers of signals and callbacks of collections are, and that are none."""
+
+    def of_signal(self, x: torch.Tensor, number: int, frame: types.FrameType) -> torch.Tensor:
+        return x * SCALE
+
+    def of_collection(self, x: torch.Tensor, phase: str, info: dict[str, int]) -> torch.Tensor:
+        return x * TABLE["scale"][0]
+
+
+def test_what_is_only_called_as_handlers_are_is_part_of_the_program(unchanged):
+    alike = Alike()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x = alike.of_signal(x, int(signal.SIGUSR1), sys._getframe())
+        return alike.of_collection(x, "start", {"generation": 0, "collected": 0, "uncollectable": 0})
+
+    fast = terrazzo.compile(program, backend="aot_eager", fullgraph=True)
+    fast(torch.ones(2))
+    globals().update(SCALE=2.0)
+    TABLE["scale"][0] = 3.0
+    assert fast(torch.ones(2)).tolist() == [6.0, 6.0]
 
 
 def test_a_finalizer_of_what_the_program_makes_is_part_of_it(interrupts):

@@ -141,9 +141,14 @@ def being_traced() -> bool:
     return _mode_of(_PROXY) is not None
 
 
+def fake_mode() -> Any:
+    """The mode by which operations of this thread create fake tensors, which have no values; else None."""
+    return _mode_of(_FAKE)
+
+
 def under_fake_tensors() -> bool:
-    """Whether operations create fake tensors, which have no values."""
-    return _mode_of(_FAKE) is not None
+    """Whether operations create fake tensors."""
+    return fake_mode() is not None
 
 
 _WITHOUT = "strides are asked of meta tensors, which no mode should see"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from terrazzo._torch.declared import attribute, like, private, replace
 
 _PATH = "torch.autograd.Function.apply"
 private(_PATH, "a user's autograd Function of DTensors runs on their local tensors", patched=True)
+
+substitute: Callable[[tuple[Any, ...]], Sequence[Any]] | None = None
+"""Gives each call the arguments that a program has while it is captured."""
 
 # A class method, in Python or, since PyTorch 2.14, in C.
 _original: Any = inspect.getattr_static(torch.autograd.Function, "apply")
@@ -45,6 +48,8 @@ def install(is_ours: type, run: Callable[..., Any], made: Callable[[Any], Any]) 
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if substitute is not None:
+            args = tuple(substitute(args))
         for a in args:
             if isinstance(a, is_ours):
                 return run(cls, *args, **kwargs)

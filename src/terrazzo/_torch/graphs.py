@@ -16,6 +16,7 @@ from terrazzo._torch.declared import check, later, private
 _CAPTURE = "terrazzo.compile captures programs on tensors without data"
 
 FakeTensorMode: Any = private("torch._subclasses.fake_tensor.FakeTensorMode", _CAPTURE)
+FakeTensor: Any = private("torch._subclasses.fake_tensor.FakeTensor", _CAPTURE)
 NEEDS_VALUE: Any = private("torch._subclasses.fake_tensor.DataDependentOutputException", "errors say what is missing")
 NEEDS_SHAPE: Any = private("torch._subclasses.fake_tensor.DynamicOutputShapeException", "errors say what is missing")
 NO_FAKE: Any = private("torch._subclasses.fake_tensor.UnsupportedOperatorException", "errors name the operation")

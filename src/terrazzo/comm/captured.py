@@ -13,12 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from terrazzo._torch.dispatching import being_traced, collective_operators, under_fake_tensors
+from terrazzo._torch.dispatching import being_traced, collective_operators, fake_mode
 from terrazzo.comm.axis import Axis
 
 
 class Recording(Protocol):
     """A capture by `terrazzo.compile`: it provides the random keys that the program draws."""
+
+    fake: Any
+    """The mode of its tensors without data."""
 
     def draw(self, mesh: Any, generator: torch.Generator | None) -> Tensor:
         """The number that the program draws next, as a 0-d int64 tensor on the CPU."""
@@ -33,7 +36,7 @@ Not thread-local, because autograd runs a part of the program on its own threads
 
 def recorder() -> Recording | None:
     """The capture that this thread runs in, also on autograd's threads."""
-    return recording if recording is not None and under_fake_tensors() else None
+    return recording if recording is not None and fake_mode() is recording.fake else None
 
 
 def capturing() -> bool:

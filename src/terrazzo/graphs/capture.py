@@ -1,8 +1,7 @@
 """Capturing a call: one graph of what a program does with local tensors, forward and backward.
 
-The program runs on stand-ins: for the time of the capture each DTensor has a tracer as its local tensor, and plain
-tensors are replaced where the program finds them. DTensors then leave only local operations and functional collectives,
-which AOTAutograd records together with their backward.
+The program runs on stand-ins for its local tensors (`stand_ins`). DTensors then leave only local operations and
+functional collectives, which AOTAutograd records together with their backward.
 
 Before that the program runs once on tensors without data, the *rehearsal*. It shows which inputs reach the result, what
 is written, and how many random numbers are drawn; and errors in it have the program's own traceback.
@@ -20,11 +19,12 @@ import torch
 from torch import nn
 
 from terrazzo._torch.dispatching import tree_flatten, tree_unflatten
-from terrazzo._torch.graphs import FakeTensorMode, no_autocast, no_saved_tensor_hooks
+from terrazzo._torch.graphs import FakeTensor, FakeTensorMode, no_autocast, no_saved_tensor_hooks
 from terrazzo._torch.storages import memory_of
 from terrazzo.comm import captured
 from terrazzo.errors import CaptureError
 from terrazzo.graphs.draws import Draws
+from terrazzo.graphs.stand_ins import StandIns
 from terrazzo.graphs.surroundings import Executed, Frozen, Surroundings
 from terrazzo.graphs.values import Outputs, collect, local_of, take_apart
 from terrazzo.tensor.copied_view import CopiedView
@@ -34,7 +34,7 @@ Compiled = Callable[..., Sequence[torch.Tensor]]
 Backend = Callable[[nn.Module, list[torch.Tensor]], Compiled]
 """A function of a module of local tensors and its inputs without data; it returns a function that runs the module."""
 
-_lock = threading.RLock()  # stand-ins are set where all threads can see them
+_lock = threading.RLock()  # programs are captured one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,8 @@ class Subject:
         self.tensors = tensors
         self.surroundings = surroundings
         self.conditions = conditions
-        slots = surroundings.slots()
-        self.from_args = len(tensors) - len(slots)
-        self.slots = [(None, None)] * self.from_args + [(container.holder, name) for container, name in slots]
+        self.slots = [(container.holder, name) for container, name in surroundings.slots()]
+        self.from_args = len(tensors) - len(self.slots)
         self.inputs, self.position = distinct(tensors)
 
     def locals(self) -> list[torch.Tensor]:
@@ -118,38 +117,31 @@ class _LocalProgram(nn.Module):
         self.writes: list[tuple[Any, Any, Outputs]] = []
 
     def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        self.draws.restart(flat[self._inputs :])
-        return self.run(flat[: self._inputs])
+        return self.run(flat[: self._inputs], flat[self._inputs :])
 
-    def run(self, stand_ins: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(
+        self, stand_ins: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, ...]:
         """Run the program with these in place of its local tensors; return the local tensors of its result."""
         subject = self.subject
         assert subject is not None
-        frozen = subject.surroundings.freeze()
-        swapped: list[tuple[DTensor, torch.Tensor, Any]] = []
+        frozen = subject.surroundings.freeze(subject.tensors)
         try:
-            used = [_used(subject, i, stand_ins, swapped) for i in range(len(subject.tensors))]
-            expected = {}
-            for (holder, name), stand_in, tensor in zip(subject.slots, used, subject.tensors, strict=True):
-                if holder is not None and stand_in is not tensor and type(holder) is not tuple:
-                    holder[name] = stand_in
-                    expected[id(holder), name] = stand_in
-            given = iter(used[: subject.from_args])
-            args, kwargs = _replaced(subject.args, given), _replaced(subject.kwargs, given)
-            before = _shape_of((args, kwargs))
-            with _autocast(subject.conditions.autocast):
-                result = subject.function(*args, **kwargs)
-            if _shape_of((args, kwargs)) != before:
-                raise CaptureError(
-                    "it changes a list or dict among its arguments, which a graph cannot do",
-                    operation="a write to an argument",
-                )
-            _check_kept(used, stand_ins, subject.position)
-            return self._returned(subject, result, used, stand_ins, frozen, expected)
+            with StandIns(self.draws.fake) as seen:
+                used = [_used(subject, i, stand_ins, seen) for i in range(len(subject.tensors))]
+                given = iter(used[: subject.from_args])
+                args, kwargs = _replaced(subject.args, given), _replaced(subject.kwargs, given)
+                before = _shape_of((args, kwargs))
+                with _autocast(subject.conditions.autocast), self.draws.run(numbers):
+                    result = subject.function(*args, **kwargs)
+                if _shape_of((args, kwargs)) != before:
+                    raise CaptureError(
+                        "it changes a list or dict among its arguments, which a graph cannot do",
+                        operation="a write to an argument",
+                    )
+                return self._returned(subject, result, used, stand_ins, frozen)
         finally:
             frozen.restore()
-            for tensor, local, memo in swapped:
-                tensor._local, tensor._memo = local, memo
 
     def _returned(
         self,
@@ -158,15 +150,14 @@ class _LocalProgram(nn.Module):
         used: Sequence[Any],
         stand_ins: Sequence[torch.Tensor],
         frozen: Frozen,
-        expected: Any,
     ) -> tuple[torch.Tensor, ...]:
         sources = {id(tensor): i for i, tensor in reversed(list(enumerate(used))) if isinstance(tensor, torch.Tensor)}
         locals_ = {id(stand_in): subject.inputs[i] for i, stand_in in enumerate(stand_ins)}
         locals_ = {key: i for key, i in locals_.items() if not isinstance(subject.tensors[i], DTensor)}
         self.outputs, returned = take_apart(result, sources, locals_)
         self.writes = []
-        containers = {(id(holder), name) for holder, name in subject.slots if holder is not None}
-        for label, holder, name, value in list(frozen.changes(expected)):
+        containers = {(id(holder), name) for holder, name in subject.slots}
+        for label, holder, name, value in list(frozen.changes()):
             if not isinstance(value, torch.Tensor) or (id(holder), name) not in containers:
                 raise CaptureError(f"it changes {label}, which a graph cannot do", operation=f"a write to {label}")
             built, more = take_apart(value, sources, locals_)
@@ -175,31 +166,18 @@ class _LocalProgram(nn.Module):
         return tuple(returned)
 
 
-def _used(subject: Subject, i: int, stand_ins: Sequence[torch.Tensor], swapped: list[Any]) -> Any:
-    """What the program gets in place of one of its tensors."""
+def _used(subject: Subject, i: int, stand_ins: Sequence[torch.Tensor], seen: StandIns) -> Any:
+    """What the program finds as one of its tensors."""
     tensor = subject.tensors[i]
     if not isinstance(tensor, torch.Tensor):
         return tensor
     stand_in = stand_ins[subject.position[i]]
-    if type(tensor) is DTensor:
-        if tensor._local is not stand_in:
-            swapped.append((tensor, tensor._local, tensor._memo))
-            tensor._local, tensor._memo = stand_in, None
-        return tensor
-    return wrap(stand_in, tensor._layout) if isinstance(tensor, DTensor) else stand_in
-
-
-def _check_kept(used: Sequence[Any], stand_ins: Sequence[torch.Tensor], position: Sequence[int]) -> None:
-    for tensor, i in zip(used, position, strict=True):
-        if isinstance(tensor, DTensor) and (tensor._local is not stand_ins[i] or tensor.shape != tensor._layout.shape):
-            raise CaptureError("it changes the shape, layout or storage of one of its inputs", operation="a write")
-    for stand_in in stand_ins:
-        if stand_in.is_leaf and stand_in.grad is not None:
-            raise CaptureError(
-                "it calls backward, and the gradients would be lost: compile the part before it, and call backward on "
-                "the result",
-                operation="backward",
-            )
+    if isinstance(tensor, DTensor) and type(tensor) is not DTensor:
+        stand_in = wrap(stand_in, tensor._layout)
+    if i < subject.from_args and type(tensor) is not DTensor:
+        return stand_in
+    seen.add(tensor, stand_in)
+    return tensor
 
 
 def _replaced(value: Any, given: Iterator[Any]) -> Any:
@@ -240,8 +218,8 @@ def _autocast(enabled: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
 
 def capture(subject: Subject, backend: Backend, executed: Executed) -> Graph:
     """Make the graph of one call; raises NewCode, after `executed` got that code."""
-    draws = Draws()
     fake = FakeTensorMode()
+    draws = Draws(fake)
     with ExitStack() as stack:
         stack.enter_context(_lock)
         stack.enter_context(torch.inference_mode(False))
@@ -263,7 +241,6 @@ def capture(subject: Subject, backend: Backend, executed: Executed) -> Graph:
             assert len(draws.sources) == count and program.outputs is not None
         finally:
             captured.recording = None
-            draws.end()
             program.subject = None  # the compiled graph may keep this module, which must not keep the call's tensors
     cut_inputs = tuple(zip(subject.inputs, detached, strict=True))
     return Graph(run, cut_inputs, tuple(draws.sources), program.outputs, tuple(program.writes), written)
@@ -285,8 +262,16 @@ def _rehearse(
             for leaf, local in zip(leaves, real, strict=True)
         ]
         before = [stand_in._version for stand_in in stand_ins]
+        forms = [_form(stand_in) for stand_in in stand_ins]
         returned = _noting(program, stand_ins, subject.surroundings, executed)
-    program.draws.check_end()
+    if [_form(stand_in) for stand_in in stand_ins] != forms:
+        raise CaptureError("it changes the shape, layout or storage of one of its inputs", operation="a write")
+    if any(leaf.grad is not None for leaf in leaves):
+        raise CaptureError(
+            "it calls backward, and the gradients would be lost: compile the part before it, and call backward on "
+            "the result",
+            operation="backward",
+        )
     written = tuple(i for i, stand_in in enumerate(stand_ins) if stand_in._version != before[i])
     for i in written:
         if isinstance(subject.tensors[subject.inputs[i]], CopiedView):
@@ -298,6 +283,12 @@ def _rehearse(
         if any(memory.count(memory[i]) > 1 for i in written):
             raise CaptureError("it writes to an input that shares memory with another", operation="a write")
     reached = _leaves_of([*returned, *(stand_ins[i] for i in written)])
+    if any(not isinstance(leaf, FakeTensor) for leaf in reached.values()):
+        raise CaptureError(
+            "it passes a tensor that is not among its arguments to code that does not ask PyTorch's functions, such as "
+            "an extension in C++: give the program this tensor as an argument",
+            operation="a tensor",
+        )
     detached = [leaf.requires_grad and id(leaf) not in reached for leaf in leaves]
     return detached, written
 
@@ -324,9 +315,13 @@ def _without_data(local: torch.Tensor, fake: FakeTensorMode, requires_grad: bool
     return result.requires_grad_(requires_grad and local.requires_grad)
 
 
-def _leaves_of(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """The ids of the leaves that the graphs of these tensors reach."""
-    found = {id(tensor) for tensor in tensors if tensor.is_leaf}
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return memory_of(tensor), tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _leaves_of(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The leaves that the graphs of these tensors reach, by their ids."""
+    found = {id(tensor): tensor for tensor in tensors if tensor.is_leaf}
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen: set[Any] = set()
     while waiting:
@@ -335,6 +330,6 @@ def _leaves_of(tensors: Sequence[torch.Tensor]) -> set[int]:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
+            found[id(node.variable)] = node.variable
         waiting += [next_node for next_node, _ in node.next_functions if next_node is not None]
     return found

@@ -175,7 +175,10 @@ class Program:
             surroundings = Surroundings(self._searched, self._executed)
         family = Family(surroundings, self._searches)
         self._families = [family, *(other for other in self._families if other.known)]
-        return family, *family.key(given, key)
+        try:
+            return family, *family.key(given, key)
+        except Stale:
+            raise Unkeyable("other surroundings at each look: what one of its attributes holds is made anew") from None
 
     # ------------------------------------------------------------------ calls of a new kind
 

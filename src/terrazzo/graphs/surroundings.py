@@ -18,14 +18,15 @@ import functools
 import gc
 import inspect
 import logging
+import signal
 import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, KeysView
+from collections.abc import Callable, Iterator, KeysView, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import chain
+from itertools import chain, pairwise
 from operator import is_, itemgetter
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -35,14 +36,17 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
+from terrazzo.graphs.values import has_data
+
 SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "terrazzo"}  # their functions are not searched
+# Their functions are not searched; with the last two PyTorch computes sizes.
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "terrazzo", "sympy", "mpmath"}
 _TABLES = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _MOST_ITEMS = 1000  # a longer list or dict is taken for data, not settings
 _UNCOMPARABLE = (set, deque, bytearray, array.array, np.ndarray)
-_COLLECTION = {"generation", "collected", "uncollectable"}  # what callbacks of the garbage collector are told
+_OBSERVERS = (logging.Logger.handle.__code__, warnings._showwarnmsg.__code__)  # type: ignore[attr-defined]
 _ANY_NAME = frozenset(("getattr", "vars", "__dict__", "attrgetter"))  # what reads attributes that code does not name
 
 
@@ -68,7 +72,7 @@ class Executed:
             if threading.get_ident() == thread:
                 self._collecting = phase == "start"
 
-        gc.callbacks.append(collect)  # the last one, so that no other callback changes its place
+        gc.callbacks.insert(0, collect)
         sys.setprofile(self._note)
         try:
             yield
@@ -100,25 +104,35 @@ class Executed:
 
 
 def _interrupts(frame: FrameType | None) -> bool:
-    """Whether a frame runs for a signal, a collection, a warning or a log record that came while the program ran."""
-    observers = (logging.Logger.handle.__code__, getattr(warnings.showwarning, "__code__", None))
+    """Whether a frame runs for a log record, a warning, a signal or a collection that came while the program ran."""
     while frame is not None and frame.f_globals.get("__name__") != "terrazzo.graphs.capture":
-        code = frame.f_code
-        count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-        given = [frame.f_locals.get(name) for name in code.co_varnames[:count]] if count else []
-        if code.co_flags & inspect.CO_VARARGS:
-            given += given.pop() or ()
-        if code in observers or _are_of_interpreter(given, frame):
+        if frame.f_code in _OBSERVERS or _is_handler(frame):
             return True
         frame = frame.f_back
     return False
 
 
-def _are_of_interpreter(arguments: list[Any], frame: FrameType) -> bool:
-    """Whether callbacks of the garbage collector or handlers of signals get such arguments."""
-    if any(type(one) is dict and one.keys() >= _COLLECTION for one in arguments):
-        return True
-    return any(one is frame.f_back for one in arguments) and any(isinstance(one, int) for one in arguments)
+def _is_handler(frame: FrameType) -> bool:
+    """Whether a frame is of what is registered for a signal or for collections, and called as the interpreter does."""
+    code = frame.f_code
+    count = code.co_argcount + bool(code.co_flags & inspect.CO_VARARGS) + code.co_kwonlyargcount
+    given = [frame.f_locals.get(name) for name in code.co_varnames[:count]] if count else []
+    if code.co_flags & inspect.CO_VARARGS:
+        given += given.pop() or ()
+    for first, second in pairwise(given):
+        if second is frame.f_back and isinstance(first, int) and first in signal.valid_signals():
+            return code is _code_of(signal.getsignal(first))
+        if type(first) is str and type(second) is dict and code in map(_code_of, gc.callbacks):
+            return True
+    return False
+
+
+def _code_of(function: Any) -> CodeType | None:
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    code: CodeType | None = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return code
 
 
 def _is_of_library(module: Any) -> bool:
@@ -303,9 +317,9 @@ class Surroundings:
         self._seen = list(chain.from_iterable([container.seen for container in self._with_settings]))
         self._numbers = tuple([container.number for container in self._with_settings])
 
-    def freeze(self) -> Frozen:
-        """What all containers hold at this moment."""
-        return Frozen(self._kept, self.containers)
+    def freeze(self, tensors: Sequence[Any]) -> Frozen:
+        """What all containers hold at this moment; `tensors` are those in them."""
+        return Frozen(self._kept, self.containers, tensors)
 
     def slots(self) -> list[tuple[Container, Any]]:
         """Where each of the tensors of `look` is, in its order."""
@@ -471,9 +485,13 @@ class Surroundings:
 
 
 class Frozen:
-    """What the containers held, to find out what a program changes there, and to undo it."""
+    """What the containers held, to find out what a program changes there, and to undo it.
 
-    def __init__(self, kept: list[tuple[str, Any]], containers: list[Container]) -> None:
+    A tensor with data that has come there is another thread's: what a captured program makes has none.
+    """
+
+    def __init__(self, kept: list[tuple[str, Any]], containers: list[Container], tensors: Sequence[Any]) -> None:
+        self._known = {id(tensor) for tensor in tensors}
         held = {id(holder) for _, holder in kept}
         self._items: list[tuple[str, Any, dict[Any, Any]]] = [
             (label, holder, dict(enumerate(holder)) if isinstance(holder, list) else dict(holder))
@@ -487,12 +505,12 @@ class Frozen:
                 )
         self._sized = held
 
-    def changes(self, expected: dict[tuple[int, Any], Any]) -> Iterator[tuple[str, Any, Any, Any]]:
-        """What has changed and is not as `expected`, by (id of the holder, name): label, holder, name, value."""
+    def changes(self) -> Iterator[tuple[str, Any, Any, Any]]:
+        """What has changed: label, holder, name, value."""
         for label, holder, before in self._items:
             for name in self._names(holder, before):
                 now = holder[name] if self._has(holder, name) else None
-                if now is not expected.get((id(holder), name), before.get(name)):
+                if now is not before.get(name) and not self._is_of_others(now):
                     yield f"{label}.{name}".lstrip("."), holder, name, now
 
     def restore(self) -> None:
@@ -502,10 +520,15 @@ class Frozen:
                 holder[:] = before.values()
                 continue
             for name in self._names(holder, before):
+                if self._has(holder, name) and self._is_of_others(holder[name]):
+                    continue
                 if name not in before:
                     del holder[name]
                 elif not self._has(holder, name) or holder[name] is not before[name]:
                     holder[name] = before[name]
+
+    def _is_of_others(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and id(value) not in self._known and has_data(value)
 
     def _names(self, holder: Any, before: dict[Any, Any]) -> list[Any]:
         if id(holder) not in self._sized:

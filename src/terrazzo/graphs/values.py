@@ -76,6 +76,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local if isinstance(tensor, DTensor) else tensor
 
 
+def has_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values, as those that a program makes while it is captured have not."""
+    return type(local_of(tensor)) in _PLAIN
+
+
 _attributes = attrgetter("dtype", "device", "requires_grad", "layout")
 
 
