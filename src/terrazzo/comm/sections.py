@@ -44,12 +44,22 @@ class Messages:
             work.wait()
 
 
-def start_gather(part: Tensor, axis: Axis, plan: FlatPlan, tag: int, careful: bool = False) -> Pending[Tensor]:
+def start_gather(
+    part: Tensor, axis: Axis, plan: FlatPlan, tag: int, careful: bool = False, like: Tensor | None = None
+) -> Pending[Tensor]:
     """Start to gather the sections of all ranks, one after the other; `part` is this rank's.
 
-    With `careful`, small sections are messages, too, because ranks may be about to call different collectives.
+    With `careful`, small sections are messages, too, because ranks may be about to call different collectives. The
+    result has the dtype and device of `like`, or of `part`. On accelerators what has to be copied for that is copied to
+    its place among the sections, and gathered there.
     """
     n = axis.size
+    if like is not None and not _is_alike(part, like):
+        if n > 1 and plan.alike and axis.device_type != "cpu":
+            report_collective("all_gather", axis, plan, like, None)
+            out = like.new_empty(plan.total)
+            return Pending("all_gather", axis, wire.all_gather(axis, out, place(part, out, plan)), out)
+        part = converted(part, like)
     if n == 1:
         return Pending("all_gather", axis, None, part)
     small = plan.total * part.element_size() <= _SMALL and not careful
@@ -68,6 +78,22 @@ def start_gather(part: Tensor, axis: Axis, plan: FlatPlan, tag: int, careful: bo
             work = gather_into(axis, out, part)
         return Pending("all_gather", axis, work, out)
     return all_gather_start(part, axis, 0, plan.sizes)
+
+
+def place(part: Tensor, sections: Tensor, plan: FlatPlan) -> Tensor:
+    """A copy of this rank's section in its place among all; it may come from another device, or have another dtype."""
+    if part.dtype is not sections.dtype:  # copied first and converted there, where that is quick
+        part = part.to(sections.device, non_blocking=True)
+    return sections.narrow(0, plan.own_start, plan.own_size).copy_(part, non_blocking=True)
+
+
+def converted(part: Tensor, like: Tensor) -> Tensor:
+    """A section on the device, and in the dtype, of `like`."""
+    return part.to(like.device, non_blocking=True).to(like.dtype)
+
+
+def _is_alike(part: Tensor, like: Tensor) -> bool:
+    return part.dtype is like.dtype and part.device == like.device
 
 
 def start_reduce(sections: Tensor, axis: Axis, plan: FlatPlan, op: str | wire.ScaledSum, tag: int) -> Pending[Tensor]:

@@ -262,10 +262,10 @@ MUTATIONS = (
         superfluous="nobody reads the result, and a collective keeps its memory until it is done",
     ),
     Mutation(
-        f"{_FSDP}.run.bucket:Bucket.to_send",
+        "terrazzo.comm.sections:place",
         sharding.check_offload,
-        "buffer = buffer.to(device, non_blocking=True)",
-        "buffer = torch.zeros_like(buffer, device=device)",
+        ".copy_(part, non_blocking=True)",
+        ".zero_()",
     ),
     Mutation(
         f"{_FSDP}.run.bucket:Bucket._place",

@@ -25,6 +25,7 @@ from terrazzo.comm.axis import Axis
 from terrazzo.comm.flat import FlatPlan, has_many, worth_padding
 from terrazzo.comm.in_place import GatherInPlace, InPlace
 from terrazzo.comm.pending import Pending
+from terrazzo.comm.sections import converted
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.plan.units import Sizes
@@ -109,11 +110,6 @@ class Bucket:
         return self.settings.compute_dtype(self.dtype)
 
     @property
-    def gather_plan(self) -> FlatPlan:
-        """The flat plan of the gathered sections."""
-        return self.plan
-
-    @property
     def will_alias(self) -> bool:
         """Whether the shards can be used as unsharded parameters."""
         alone = self.plan.n == 1 and self.compute_dtype is self.dtype
@@ -140,11 +136,12 @@ class Bucket:
     def _gather_sizes(self) -> tuple[int, int, int]:
         """The bytes of the copies of the shards that a gather makes to send them, those of its buffer, and those that a
         rank sends, on average."""
-        plan, itemsize = self.plan, self.compute_dtype.itemsize
-        moved = self.dtype.itemsize * (self.settings.rest_device != self.settings.mesh.device)
-        cast = itemsize * (self.compute_dtype is not self.dtype)
-        # A rank alone has gathered what it last made.
-        sent = plan.own_size * (moved + cast if plan.n > 1 else moved * bool(cast))
+        plan, itemsize, device = self.plan, self.compute_dtype.itemsize, self.settings.mesh.device
+        cast = self.compute_dtype is not self.dtype
+        moved = self.dtype.itemsize * (self.settings.rest_device != device)
+        # The last copy is what a rank alone has gathered; and on accelerators it is made in its place.
+        last_too = plan.n > 1 and (device.type == "cpu" or not plan.alike)
+        sent = plan.own_size * (moved + itemsize * cast if last_too else moved * cast)
         return sent, plan.total * itemsize, plan.moved(itemsize)
 
     def in_place(self) -> InPlace | None:
@@ -158,14 +155,15 @@ class Bucket:
 
     def gather(self, comm: Comm, tag: int) -> Pending[Tensor]:
         """Start to gather the sections of all ranks."""
-        return comm.gather(self.to_send(self.shard), self.gather_plan, self.settings.mesh.shard, tag)
+        assert self._whole is not None
+        return comm.gather(self.shard, self.plan, self.settings.mesh.shard, tag, self._whole.buffer)
 
     def gather_in_place(self, tag: int) -> GatherInPlace:
         """Start to gather into the unsharded parameters."""
-        how = self.in_place()
-        assert how is not None
+        how, whole = self.in_place(), self._whole
+        assert how is not None and whole is not None
         self.take()
-        return how.gather(self.to_send(self.shard), self._pieces, self.settings.mesh.shard, tag)
+        return how.gather(converted(self.shard, whole.buffer), whole.pieces, self.settings.mesh.shard, tag)
 
     # ------------------------------------------------------------------ epochs
 
@@ -338,13 +336,6 @@ class Bucket:
         for param, place in zip(self.params, self._places, strict=True):
             if param.unsharded_local.data_ptr() != place.data_ptr():
                 set_uncounted(param.unsharded_local, place)
-
-    def to_send(self, buffer: Tensor) -> Tensor:
-        """This rank's section to gather: on the device, in the dtype of computation."""
-        dtype, device = self.compute_dtype, self.settings.mesh.device
-        if buffer.device != device:  # copied first and converted there, where that is quick
-            buffer = buffer.to(device, non_blocking=True)
-        return buffer if buffer.dtype is dtype else buffer.to(dtype)
 
     def take(self) -> None:
         """Allocate memory for the unsharded parameters."""

@@ -13,7 +13,7 @@ from terrazzo.comm.axis import Axis
 from terrazzo.comm.collectives import all_reduce_start
 from terrazzo.comm.flat import FlatPlan
 from terrazzo.comm.pending import Pending
-from terrazzo.comm.sections import start_gather, start_reduce
+from terrazzo.comm.sections import place, report_collective, start_gather, start_reduce
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.run.division import Ways
 from terrazzo.fsdp.settings import Options, Staging
@@ -22,8 +22,9 @@ from terrazzo.fsdp.settings import Options, Staging
 class Comm(Protocol):
     """Starts collectives. All ranks must call them in the same order with the same plans."""
 
-    def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int) -> Pending[Tensor]:
-        """Start to gather the sections of all ranks; `part` is this rank's."""
+    def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int, like: Tensor | None = None) -> Pending[Tensor]:
+        """Start to gather the sections of all ranks; `part` is this rank's. The result has the dtype and device of
+        `like`, or of `part`."""
 
     def reduce(
         self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str | wire.ScaledSum, tag: int
@@ -41,24 +42,22 @@ class OwnComm:
     def __init__(self, usual: Comm, group: Group) -> None:
         self._usual, self._group = usual, group
 
-    def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int) -> Pending[Tensor]:
-        options = self._group.options
-        own, staging = options.all_gather, staging_for(options, axis, part.device)
+    def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int, like: Tensor | None = None) -> Pending[Tensor]:
+        options, wanted = self._group.options, part if like is None else like
+        own, staging = options.all_gather, staging_for(options, axis, wanted.device)
         if axis.group is None or (own is None and staging is None):
-            return self._usual.gather(part, plan, axis, tag)
-        if observe.observers:
-            nbytes = plan.total * part.element_size()
-            observe.report("all_gather", axis, (axis.size - 1) * nbytes // axis.size, None, True)
+            return self._usual.gather(part, plan, axis, tag, like)
+        report_collective("all_gather", axis, plan, wanted, None)
+        # What is sent must lie in special memory, too.
         if own is not None:
-            gathered = own.allocate((plan.total,), dtype=part.dtype, device=part.device)
-            work = own(
-                output_tensor=gathered, input_tensor=_in_place(part, gathered, plan), group=axis.group, async_op=True
-            )
+            gathered = own.allocate((plan.total,), dtype=wanted.dtype, device=wanted.device)
+            sent = place(part, gathered, plan)
+            work = own(output_tensor=gathered, input_tensor=sent, group=axis.group, async_op=True)
         else:
             assert staging is not None
-            gathered = staging.empty(plan.total, part.dtype, part.device, axis)
+            gathered = staging.empty(plan.total, wanted.dtype, wanted.device, axis)
             staging.announce(gathered, axis)
-            work = wire.all_gather(axis, gathered, _in_place(part, gathered, plan))
+            work = wire.all_gather(axis, gathered, place(part, gathered, plan))
         return Pending("all_gather", axis, work, gathered)
 
     def reduce(
@@ -85,11 +84,6 @@ class OwnComm:
 
     def all_reduce(self, section: Tensor, axis: Axis, op: str) -> Pending[Tensor]:
         return self._usual.all_reduce(section, axis, op)
-
-
-def _in_place(part: Tensor, gathered: Tensor, plan: FlatPlan) -> Tensor:
-    """A copy of this rank's section where it is gathered: what is sent must lie in special memory, too."""
-    return gathered.narrow(0, plan.own_start, plan.own_size).copy_(part)
 
 
 def ways_to_reduce(options: Options, axis: Axis, like: Tensor) -> Ways:
@@ -129,8 +123,8 @@ class Collectives:
         used, which cannot be mixed up."""
         self._careful = careful
 
-    def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int) -> Pending[Tensor]:
-        return start_gather(part, axis, plan, tag, self._careful())
+    def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int, like: Tensor | None = None) -> Pending[Tensor]:
+        return start_gather(part, axis, plan, tag, self._careful(), like)
 
     def reduce(
         self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str | wire.ScaledSum, tag: int

@@ -15,6 +15,7 @@ from terrazzo.comm.pending import Pending
 from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.run.bucket import Bucket
+from terrazzo.fsdp.run.comm import Comm
 from terrazzo.fsdp.settings import Settings
 
 
@@ -67,6 +68,7 @@ class EncodedBucket(Bucket):
 
     @property
     def gather_plan(self) -> FlatPlan:
+        """The flat plan of what is gathered."""
         return self._encoded.plan
 
     def _gather_sizes(self) -> tuple[int, int, int]:
@@ -77,9 +79,13 @@ class EncodedBucket(Bucket):
     def in_place(self) -> InPlace | None:
         return None
 
-    def to_send(self, buffer: Tensor) -> Tensor:
-        buffer = buffer.detach().to(self.settings.mesh.device, non_blocking=True)
-        return self._encoded.encode(self.plan.own_views(buffer))
+    def gather(self, comm: Comm, tag: int) -> Pending[Tensor]:
+        return comm.gather(self.section(), self.gather_plan, self.settings.mesh.shard, tag)
+
+    def section(self) -> Tensor:
+        """What this rank sends."""
+        shard = self.shard.detach().to(self.settings.mesh.device, non_blocking=True)
+        return self._encoded.encode(self.plan.own_views(shard))
 
     def receive(self, pending: Pending[Tensor]) -> None:
         gathered = pending.wait()

@@ -258,7 +258,7 @@ class ExtendedBucket(EncodedBucket):
     def owns(self, tensor: Tensor) -> bool:
         return any(hooks.owns(tensor) for hooks in self._hooks)
 
-    def to_send(self, buffer: Tensor) -> Tensor:
+    def section(self) -> Tensor:
         device = self.settings.mesh.device
         with torch.no_grad():
             locals_ = [param.sharded._local.to(device) for param in self.params]
