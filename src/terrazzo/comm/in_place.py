@@ -35,8 +35,10 @@ class InPlace:
 
     @staticmethod
     def suits(plan: FlatPlan, axis: Axis, itemsize: int) -> bool:
-        """Whether a group with this plan is sent this way: on CPU, if it is large, and not with very many ranks."""
-        return plan.aligned and goes_by_messages(axis, plan.total * itemsize)
+        """Whether a group with this plan is sent this way: on CPU, if it and a tensor in it are large, and not with
+        very many ranks."""
+        large = max(plan.own_splits, default=0) * itemsize >= _LARGE
+        return large and plan.aligned and goes_by_messages(axis, plan.total * itemsize)
 
     # ------------------------------------------------------------------ gathers
 
