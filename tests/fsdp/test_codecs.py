@@ -6,7 +6,7 @@ import copy
 import gc
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -74,23 +74,35 @@ def sent(codec: Codec | None, values: Tensor) -> Tensor:
 class OneDevice:
     """Trains on one device what ranks train, with what they would send of parameters and gradients."""
 
-    def __init__(self, model: nn.Module, gather: Codec | None, reduce: Codec | None, ranks: int) -> None:
+    def __init__(
+        self, model: nn.Module, gather: Codec | None, reduce: Codec | None, ranks: int, replicas: int = 1
+    ) -> None:
         self.masters, self.model = [p.detach().clone() for p in model.parameters()], copy.deepcopy(model)
-        self.gather, self.reduce, self.ranks = gather, reduce, ranks
+        self.gather, self.reduce, self.ranks, self.replicas = gather, reduce, ranks, replicas
 
     def backward(self, *batches: Tensor) -> list[Tensor]:
         """The mean over the ranks of the gradients of their parts of all batches."""
         with torch.no_grad():
             for p, master in zip(self.model.parameters(), self.masters, strict=True):
                 p.copy_(sent(self.gather, master))
-        total = [torch.zeros_like(p) for p in self.masters]
+        found = []  # of each rank
         for rank in range(self.ranks):
             self.model.zero_grad()
             for batch in batches:
                 self.model(batch[rank * PER_RANK : (rank + 1) * PER_RANK]).square().mean().backward()
-            for whole, p in zip(total, self.model.parameters(), strict=True):
-                whole += sent(self.reduce, p.grad)
-        return [whole / self.ranks for whole in total]
+            found.append([p.grad.clone() for p in self.model.parameters()])
+        return [self.mean(grads) for grads in zip(*found, strict=True)]
+
+    def mean(self, grads: Sequence[Tensor]) -> Tensor:
+        """What the ranks make of their gradients of a parameter."""
+        shards = self.ranks // self.replicas
+        means = []  # of each replica
+        for first in range(0, self.ranks, shards):
+            some = grads[first : first + shards]
+            means.append(torch.stack([sent(self.reduce, each) for each in some] if shards > 1 else [*some]).mean(0))
+        if self.replicas == 1:
+            return means[0]
+        return sent(self.reduce, torch.stack([sent(self.reduce, each) for each in means]).mean(0))
 
     def step(self, grads: list[Tensor]) -> None:
         self.masters = [p - 0.1 * grad for p, grad in zip(self.masters, grads, strict=True)]
@@ -128,16 +140,16 @@ def train(
     gather: Codec | None,
     reduce: Codec | None,
     micro: int = 1,
-    mesh: Any = None,
+    replicas: int = 1,
     prepare: Callable[[Any], None] = lambda model: None,
     **options: Any,
 ) -> None:
     """Two steps beside one device; losses, gradients and parameters are compared."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model = make()
-    reference = OneDevice(model, gather, reduce, ranks)
+    reference = OneDevice(model, gather, reduce, ranks, replicas)
     policy = MixedPrecisionPolicy(gather_codec=gather, reduce_codec=reduce)
-    mesh = init_device_mesh(device_type(), (ranks,)) if mesh is None else mesh
+    mesh = init_device_mesh(device_type(), (ranks,) if replicas == 1 else (replicas, ranks // replicas))
     shard(model, mesh=mesh, mp_policy=policy, **options)
     prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -174,21 +186,37 @@ def check_settings() -> None:
     train(*both, reshard_after_forward=2)
     train(*both, micro=3)
     train(*both, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    train(*both, mesh=init_device_mesh(device_type(), (2, 2)), micro=2)
+    train(*both, replicas=2, micro=2)
     train(*both, shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
     train(*both, prepare=lambda model: model.set_coalesce_bytes(0))
     train(*both, prepare=own_communication)
 
 
 def check_on_replicas() -> None:
-    """Gradients are averaged over replicas as they are: so each of them decodes only its own ranks' sums."""
-    model, policy = make(), MixedPrecisionPolicy(gather_codec=Float8Rows(), reduce_codec=Int8Blocks(32))
-    reference = OneDevice(model, Float8Rows(), Int8Blocks(32), 4)
+    """Over replicas gradients are encoded, too, also where there is nothing else; all replicas have the same, and as
+    many bytes are sent as is told."""
+    train(Float8Rows(), Int8Blocks(32), replicas=2, reshard_after_forward=True)
+    train(None, MXFP8(), replicas=4)
+    ranks, width = 4, 64
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)])
+    policy = MixedPrecisionPolicy(reduce_codec=Int8Blocks(32))
     shard(model, mesh=init_device_mesh(device_type(), (2, 2)), mp_policy=policy, reshard_after_forward=True)
-    batch, rank = batch_of(4, 0), dist.get_rank()
-    model(batch[rank * PER_RANK : (rank + 1) * PER_RANK]).square().mean().backward()
-    for p, grad in zip(model.parameters(), reference.backward(batch), strict=True):
-        assert_near(p.grad.full_tensor(), grad)
+    x = torch.randn(4, width) + dist.get_rank()
+    model(x).sum().backward()
+    with CommDebugMode() as seen, trace(model) as steps:
+        model(x).sum().backward()
+    grad = model[0].weight.grad.to_local()
+    others = [torch.empty_like(grad) for _ in range(ranks)]
+    dist.all_gather(others, grad)
+    rank = dist.get_rank()
+    assert torch.equal(others[rank], others[(rank + 2) % ranks]), "the replicas' bits differ"
+    assert steps.total_bytes() == report(model).moved
+    if device_type() == "cpu":
+        encoded = 4 * (width * width * 36 // 32 + width * 4)  # a matrix in blocks of 32, and a bias
+        flags = 8 * 2  # a byte for each parameter and rank of a mesh dim
+        gathers, reduction = 2 * 4 * 4 * (width + 1) * width // 2, (encoded + flags) // 2
+        over_replicas = 2 * (encoded // 2 + flags) // 2
+        assert seen.get_total_bytes() == gathers + reduction + over_replicas
 
 
 def test_settings_and_replicas():

@@ -11,6 +11,7 @@ from torch import Tensor
 from terrazzo.comm import wire
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.codecs import Codec
+from terrazzo.comm.collectives import gather_into
 from terrazzo.comm.flat import FlatPlan
 from terrazzo.comm.pending import Pending
 from terrazzo.comm.sections import report_collective
@@ -80,6 +81,34 @@ class Encoded:
         received = torch.empty_like(sections)
         work = wire.all_to_all(axis, received, sections)
         return Pending("all_to_all", axis, work, received, lambda: self._sum(received, dtype, op))
+
+    def held(self, itemsize: int) -> int:
+        """The most bytes that `all_reduce` of elements of this size holds besides the tensors: two buffers of encoded
+        sections, and this rank's sums."""
+        return 2 * self.plan.total + self.plan.own_size + self.tensors.own_size * itemsize
+
+    def all_reduce(self, section: Tensor, chunks: Sequence[Tensor], axis: Axis, op: str) -> Pending[Tensor]:
+        """Start to reduce `chunks`, of which every rank has all, and the extra elements behind them in `section`, in
+        place.
+
+        Each rank adds its part of each chunk as `reduce` does, and sends the sums encoded again, so that all have the
+        same.
+        """
+        extra = self.tensors.extra
+        reached = section[-extra:] if extra else None
+        summed = self.reduce(self.pack(chunks, None if reached is None else reached > 0), axis, section.dtype, op)
+
+        def finish() -> Tensor:
+            own = summed.wait()
+            if reached is not None:
+                reached.copy_(own[-extra:])
+            sent = self.encode(self.tensors.own_views(own))
+            report_collective("all_gather", axis, self.plan, sent, None)
+            sections = sent.new_empty(self.plan.total)
+            self.decode(Pending("all_gather", axis, gather_into(axis, sections, sent), sections).wait(), chunks)
+            return section
+
+        return Pending("all_reduce", axis, None, section, finish)
 
     def _sum(self, received: Tensor, dtype: torch.dtype, op: str | ScaledSum) -> Tensor:
         n, tensors = self.plan.n, self.tensors

@@ -24,8 +24,8 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: Whether floating-point inputs of forward are cast to `param_dtype`.
         gather_codec: How parameters of two or more dims are gathered, such as `Float8Rows()`; forward and backward use
             what was decoded, in `param_dtype`. None: in `param_dtype`.
-        reduce_codec: How their gradients are sent to the ranks that add them, in float32. None: in `reduce_dtype`, in
-            which they are also reduced over the replicas of HSDP.
+        reduce_codec: How their gradients are sent to the ranks that add them, in float32, and over the replicas of
+            HSDP. None: in `reduce_dtype`.
     """
 
     param_dtype: torch.dtype | None = None

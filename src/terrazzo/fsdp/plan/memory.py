@@ -8,7 +8,18 @@ from dataclasses import replace
 from terrazzo.fsdp.plan.operations import Buffer, Operation
 from terrazzo.fsdp.plan.units import Spec
 
-_TEMPORARY = "sent", "gathered", "unsharded", "kept", "gradients", "accumulated", "packed", "reduced", "result"
+_TEMPORARY = (
+    "sent",
+    "gathered",
+    "unsharded",
+    "kept",
+    "gradients",
+    "accumulated",
+    "packed",
+    "reduced",
+    "exchanged",
+    "result",
+)
 
 
 def sizes_of(spec: Spec) -> dict[Buffer, int]:

@@ -51,6 +51,7 @@ class Buffer(NamedTuple):
     gradients         unsharded gradients, from backward
     accumulated       unsharded gradients that wait for a reduction, in its dtype, if that is another
     packed, reduced   the input and the result of a reduction
+    exchanged         what an all-reduce with a codec sends and receives
     result            what becomes the gradients of the sharded parameters, or is added to them
     partial           gradients that are reduced over the shards, not yet over the replicas; in the memory of `reduced`
     shard gradients   gradients of the sharded parameters

@@ -340,7 +340,10 @@ class _Planner:
         unit = one.unit
         if one.to_replicas or one.stored or not self.spec.units[unit].replicated:
             return one
-        more: Any = {"waits": ("reduced",), "records": "all-reduced", "moves": self._sizes(unit).all_reduce_moves}
+        sizes = self._sizes(unit)
+        more: Any = {"waits": ("reduced",), "records": "all-reduced", "moves": sizes.all_reduce_moves}
+        if sizes.exchanged:
+            more |= {"takes": "exchanged", "gives": "exchanged"}
         self._emit(Kind.ALL_REDUCE, unit, "reduced, partial -> reduced", Stream.ALL_REDUCE, **more)
         return Reducing(unit, one.stored, True, one.released)
 

@@ -19,6 +19,7 @@ class Sizes(NamedTuple):
     accumulated: int = 0  # gradients that wait for a reduction, if that is in another dtype
     packed: int = 0
     reduced: int = 0
+    exchanged: int = 0  # what an all-reduce with a codec sends and receives
     result: int = 0  # reduced gradients after their division and conversion, if these need memory
     gather_moves: int = 0
     kept_moves: int = 0  # sent for a gather over the smaller mesh

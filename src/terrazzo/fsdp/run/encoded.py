@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from terrazzo.comm.axis import Axis
 from terrazzo.comm.codecs import Codec, Plain
 from terrazzo.comm.encoded import Encoded
 from terrazzo.comm.flat import ALIGNMENT, FlatPlan
@@ -46,6 +47,15 @@ def encoded(
             )
         codecs.append(own)
     return Encoded(plan, codecs, equal, 1 if settings.mesh.device.type == "cpu" else ALIGNMENT)
+
+
+def over_replicas(
+    params: Sequence[ShardedParameter], plan: FlatPlan, codec: Codec, sent: torch.dtype, axis: Axis, settings: Settings
+) -> Encoded:
+    """This rank's chunks of gradients with this plan, of which each replica along the axis adds some rows."""
+    codecs = [codec if len(param.shape) > 1 else Plain(sent) for param in params]
+    rows = FlatPlan(plan.own_shapes, [0] * len(params), axis.size, axis.index, True, plan.extra)
+    return Encoded(rows, codecs, True, 1 if settings.mesh.device.type == "cpu" else ALIGNMENT)
 
 
 class EncodedBucket(Bucket):
@@ -103,4 +113,4 @@ class EncodedBucket(Bucket):
         return values
 
 
-__all__ = ["EncodedBucket", "bucket_of", "encoded"]
+__all__ = ["EncodedBucket", "bucket_of", "encoded", "over_replicas"]

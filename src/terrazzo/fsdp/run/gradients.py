@@ -36,7 +36,7 @@ from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Comm, empty_to_reduce, ways_to_reduce
 from terrazzo.fsdp.run.division import Division, Ways, division_of
-from terrazzo.fsdp.run.encoded import encoded
+from terrazzo.fsdp.run.encoded import encoded, over_replicas
 from terrazzo.fsdp.settings import AllReduceHook, Options
 
 _MOST_FLATS = 16  # combinations of parameters with room whose plans are kept
@@ -50,6 +50,7 @@ class _Flat:
     plan: FlatPlan
     in_place: InPlace | None  # for reductions directly from the gradients, if possible
     encoded: Encoded | None  # for reductions with a codec
+    to_replicas: Encoded | None  # for all-reduces with it
     division: Division
 
     def add(self, section: Tensor, other: _Flat, others: Tensor) -> None:
@@ -127,15 +128,19 @@ class Gradients:
         if self.alone:
             converted = converted or bucket.dtype is not bucket.compute_dtype  # what was accumulated may need less
             return made._replace(result=elements * bucket.dtype.itemsize * converted)
-        plan, sent, replicate = flat.plan, flat.encoded, mesh.replicate
+        plan, sent, replicate, exchanged = flat.plan, flat.encoded, mesh.replicate, flat.to_replicas
         section = plan.own_size * itemsize
+        all_reduce_moves = 0 if replicate is None else 2 * (replicate.size - 1) * section // replicate.size
+        if exchanged is not None:
+            all_reduce_moves = 2 * exchanged.plan.moved(1)
         divided = flat.division.after is not None
         return made._replace(
             packed=plan.total * itemsize if sent is None else sent.plan.total,
             reduced=section if sent is None else section + sent.plan.total,
             result=(plan.own_size - plan.extra) * (itemsize * divided + bucket.dtype.itemsize * converted),
             reduce_moves=plan.moved(itemsize) if sent is None else sent.plan.moved(1),
-            all_reduce_moves=0 if replicate is None else 2 * (replicate.size - 1) * section // replicate.size,
+            exchanged=0 if exchanged is None else exchanged.held(itemsize),
+            all_reduce_moves=all_reduce_moves,
         )
 
     def plan(self) -> FlatPlan | None:
@@ -166,7 +171,10 @@ class Gradients:
                 sent = encoded(params, plan, codec, self.bucket.compute_dtype, self.dtype, settings, True)
             elif options.usual and InPlace.suits(plan, mesh.shard, self.dtype.itemsize):
                 in_place = InPlace(plan, self.dtype.itemsize)
-            found = _Flat(params, plan, in_place, sent, self._division_of(plan))
+            to_replicas = None
+            if codec is not None and mesh.replicate is not None and mesh.replicate.size > 1:
+                to_replicas = over_replicas(params, plan, codec, self.dtype, mesh.replicate, settings)
+            found = _Flat(params, plan, in_place, sent, to_replicas, self._division_of(plan))
             self._flats[options, params] = found
         return found
 
@@ -343,8 +351,12 @@ class Gradients:
         running, reduced = ended
         self._add_partial(running, reduced)
         if replicate is not None:
-            op = running.flat.division.replicas
-            self._running = running._replace(pending=comm.all_reduce(reduced, replicate, op))
+            flat, op = running.flat, running.flat.division.replicas
+            if flat.to_replicas is None:
+                pending = comm.all_reduce(reduced, replicate, op)
+            else:
+                pending = flat.to_replicas.all_reduce(reduced, flat.plan.own_views(reduced), replicate, op)
+            self._running = running._replace(pending=pending)
 
     def store(self) -> None:
         """Keep the gradients that are reduced over the shards, for a later reduction over the replicas."""
