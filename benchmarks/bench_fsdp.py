@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.cases import Budget, Implementations, RunsOn, Setting, case
 from benchmarks.fsdp_scale import growth
+from terrazzo.engine import initialize
 from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard
 
 
@@ -115,6 +116,57 @@ def wide_bfloat16(setting: Setting) -> Implementations:
         "terrazzo": _step(_sharded(copy.deepcopy(model), fully_shard, mesh=mesh, mp_policy=ours), x),
         "torch": _step(_sharded(copy.deepcopy(model), torch_fully_shard, mesh=mesh, mp_policy=theirs), x),
     }
+
+
+def _layers(setting: Setting) -> tuple[Model, Tensor]:
+    torch.manual_seed(0)
+    return Model(64, 4 if setting.quick else 100).to(setting.device), torch.randn(8, 64).to(setting.device)
+
+
+@case(budget=Budget("time", 1.03, "quiet"))
+def setters(setting: Setting) -> Implementations:
+    """Forward and backward of 100 layers, with the setters of a loop that accumulates gradients before each of both."""
+    model, x = _layers(setting)
+    mesh = init_device_mesh(setting.device.type, (setting.world,))
+    sharded: Any = _sharded(model, fully_shard, mesh=mesh)
+
+    def turn() -> None:
+        sharded.set_requires_gradient_sync(True)
+        sharded.set_reshard_after_backward(True)
+        sharded.set_is_last_backward(True)
+
+    def with_setters() -> None:
+        turn()
+        loss = sharded(x).square().mean()
+        turn()
+        loss.backward()
+
+    return {"terrazzo": with_setters, "quiet": lambda: sharded(x).square().mean().backward()}
+
+
+@case(budget=Budget("time", 1.05, "loop"))
+def micro_batch(setting: Setting) -> Implementations:
+    """A micro-batch of the engine in stage 3, 100 layers, beside a plain loop with fully_shard."""
+    model, x = _layers(setting)
+    mesh, many = init_device_mesh(setting.device.type, (setting.world,)), 1 << 20
+    plain: Any = _sharded(copy.deepcopy(model), fully_shard, mesh=mesh)
+    config = {
+        "train_micro_batch_size_per_gpu": len(x),
+        "gradient_accumulation_steps": many,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW"},
+    }
+    engine = initialize(model, config=config)
+
+    def of_engine() -> None:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+
+    def of_loop() -> None:
+        plain.set_is_last_backward(True)
+        (plain(x).square().mean() / many).backward()
+
+    return {"terrazzo": of_engine, "loop": of_loop}
 
 
 def _grown(width: int) -> None:

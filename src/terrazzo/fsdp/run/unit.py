@@ -333,7 +333,9 @@ class Unit:
         """Wait for the gather, fill the unsharded parameters, and register them."""
         self.check_ready()  # here, because shards that are used directly are not gathered
         # Whether the sizes of what is gathered become known now.
-        self._flags_changed |= any(isinstance(each, ExtendedBucket) and not each.knows_sizes for each in self.buckets)
+        for bucket in self.buckets:
+            if isinstance(bucket, ExtendedBucket) and not bucket.knows_sizes:
+                self._flags_changed = True
         for source, pending in self._pending:
             source.receive(pending)
         self._pending = []
