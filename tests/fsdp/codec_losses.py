@@ -28,6 +28,7 @@ WAYS: dict[str, tuple[Codec | None, Codec | None]] = {
     "bfloat16, gradients as int8": (None, Int8Blocks()),
     "int8 blocks, gradients as int8": (Int8Blocks(), Int8Blocks()),
     "MXFP8, gradients as int8": (MXFP8(), Int8Blocks()),
+    "bfloat16 in two replicas, gradients as int8": (None, Int8Blocks()),
 }
 
 TEXT = f"""\
@@ -37,7 +38,8 @@ A GPT of {SIZES.blocks} blocks (width {SIZES.width}, {SIZES.heads} heads, sequen
 the demo's text in {STEPS} steps of AdamW on {RANKS} ranks, {BATCH} sequences each: in bfloat16, with gradients that are
 reduced in float32 unless they are encoded. The losses are means over ranks and steps; all ways see the same data. Bytes
 are those that a rank sends in a step. What is decoded is rounded, so some difference to bfloat16 remains, whose own
-rounding is in all rows; the last digits depend on the processor.
+rounding is in all rows; the last digits depend on the processor. In the last row each rank has the whole model, and
+gradients are encoded on both ways of their all-reduce, which is as many bytes in float32 as the first row has.
 
 `python -m tests.fsdp.codec_losses > docs/codec-losses.md` makes this page.
 
@@ -48,7 +50,7 @@ rounding is in all rows; the last digits depend on the processor.
 def losses_of(name: str) -> tuple[list[float], int]:
     """The mean loss of each step, and the bytes that a rank sends in one."""
     gather, reduce = WAYS[name]
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (RANKS, 1) if "replicas" in name else (RANKS,))
     torch.manual_seed(0)
     model = GPT(SIZES)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, gather_codec=gather, reduce_codec=reduce)
