@@ -134,6 +134,7 @@ class Engine:
         self.flops, self.comms = self._reports(whole)
         self._boundary: bool | None = None  # set by the user
         self._syncing = True  # not inside `no_sync`
+        self._backward = True, True  # whether the next one reduces gradients, and frees the parameters
         self._overflowed = False
         self._has_stepped = False
         self._norm: Tensor | None = None
@@ -180,7 +181,7 @@ class Engine:
             The loss as it is added to the step's: divided, if scale_wrt_gas.
         """
         self._refuse_in_pipeline("backward")
-        self._prepare_backward()
+        self._prepare_backward(again=True)
         share = loss / self.batch.accumulation if scale_wrt_gas else loss
         with advising(), self.losses.own_backward():
             # In float32, because the product may overflow the loss's float16.
@@ -240,15 +241,20 @@ class Engine:
                 self.losses.reduce_rest()
             self._end_step(lr_kwargs or {})
 
-    def _prepare_backward(self) -> None:
-        """Set what happens to this micro-batch's gradients; called before its forward and again before its backward."""
+    def _prepare_backward(self, again: bool = False) -> None:
+        """Set what happens to this micro-batch's gradients; called before its forward, and `again` before its
+        backward."""
         boundary = self.is_gradient_accumulation_boundary()
         sync = (boundary or self.stage >= 2) and self._syncing
         self.losses.expect(sync)
+        # The optimizer's step makes unsharded parameters out of date, so the last backward frees them.
+        reshards = boundary or self.stage == 3
+        if again and (sync, reshards) == self._backward:
+            return  # setters walk through the model
+        self._backward = sync, reshards
         self.module.set_requires_gradient_sync(sync)
         self.module.set_is_last_backward(sync)
-        # The optimizer's step makes unsharded parameters out of date, so the last backward frees them.
-        self.module.set_reshard_after_backward(boundary or self.stage == 3)
+        self.module.set_reshard_after_backward(reshards)
 
     def train_batch(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
         """One step of a pipeline: forward, backward, and the optimizer's step.
