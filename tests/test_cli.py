@@ -204,7 +204,7 @@ def test_what_cannot_be_started_is_one_line_and_status_two(tmp_path: Path) -> No
 
 def test_ops() -> None:
     printed = run("ops", "softmax").stdout
-    assert "rule" in printed and "terrazzo/tensor/ops/softmax.py:" in printed and "aten::softmax.int" in printed
+    assert "rule" in printed and "terrazzo/tensor/ops/norms.py:" in printed and "aten::softmax.int" in printed
     rows = {row["name"]: row for row in json.loads(run("ops", "--json").stdout)}
     assert rows["mm"]["how"] == "rule" and rows["mm"]["alias"] == "new" and rows["mm"]["otherwise"] == "replicate"
     assert rows["contiguous"]["alias"] == "same" and rows["transpose"]["alias"] == "view"
