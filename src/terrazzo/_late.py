@@ -18,6 +18,7 @@ def late(
     """`__getattr__` and `__dir__` of a package: `names` are those of each of its modules.
 
     The modules themselves (and `modules` beside them) are attributes too, as they are once they have been imported.
+    `dir` of the package, which has to have `__all__`, shows these and what is public.
 
     >>> get, names = late("terrazzo.layout", {"box": ["Box"]})
     >>> get("Box").__name__, get("box").__name__
@@ -36,6 +37,7 @@ def late(
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def names_of_package() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *places, *inner})
+        there = vars(sys.modules[package])
+        return sorted({*there["__all__"], *inner, *(name for name in there if name.startswith("__"))})
 
     return get, names_of_package

@@ -1,0 +1,41 @@
+"""`import terrazzo` costs nothing, and has all packages as attributes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from public_surface import PUBLIC
+
+PROGRAM = """
+import sys
+import terrazzo
+
+assert not {"torch", "numpy", "msgspec"} & set(sys.modules), "import terrazzo waits for nothing"
+names = [name for name in dir(terrazzo) if not name.startswith("__")]
+assert terrazzo.errors.TerrazzoError and terrazzo.layout.Box
+assert "torch" not in sys.modules
+assert not hasattr(terrazzo, "tensors") and "torch" not in sys.modules
+checkpoint = terrazzo.checkpoint
+assert checkpoint is sys.modules["terrazzo.checkpoint"]
+print(*names)
+"""
+
+
+def test_packages_are_attributes_and_dir_shows_what_is_public():
+    source = str(Path(__file__).parents[1] / "src")
+    environment = {**os.environ, "PYTHONPATH": source}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    packages = {name.split(".")[1] for name in PUBLIC if "." in name}
+    assert set(done.stdout.split()) == packages | {"compile", "compile_report", "install", "uninstall"}
+
+
+def test_each_package_is_one():
+    import terrazzo
+
+    for name in dir(terrazzo):
+        assert getattr(terrazzo, name) is not None or name in ("__cached__", "__builtins__")
+    assert terrazzo.tensor.Shard(0) == terrazzo.layout.Shard(0)
