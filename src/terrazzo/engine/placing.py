@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from terrazzo._torch.groups import split
 from terrazzo.comm import Axis, axis_of, collectives
+from terrazzo.comm.alone import accelerator, initialise
 from terrazzo.engine.config import EngineConfig, ZeroConfig
 from terrazzo.engine.leaves import is_leaf, leaves_in
 from terrazzo.errors import EngineConfigError
@@ -45,8 +46,7 @@ class Ranks:
     @staticmethod
     def of(mesh: DeviceMesh | None, data_dim: str, pipeline_dim: str | None, zero: ZeroConfig) -> Ranks:
         """From the user's mesh, whose dims have these names; None: all ranks, as one data-parallel dim."""
-        if not dist.is_initialized():
-            _initialise()
+        initialise()
         if mesh is None:
             dims = (data_dim,) if pipeline_dim is None else (pipeline_dim, data_dim)
             shape = (dist.get_world_size(), 1)[: len(dims)]
@@ -88,39 +88,10 @@ def _replicas(mesh: DeviceMesh, sharding: int) -> DeviceMesh:
     return split(mesh, 0, (mesh.size() // sharding, sharding), (f"{name}_replicate", f"{name}_shard"))
 
 
-def _initialise() -> None:
-    """Initialise the process group: of all processes under torchrun, else of this process alone."""
-    if dist.is_torchelastic_launched():
-        dist.init_process_group(backends())
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-def backends(wanted: str | None = None) -> str:
-    """The backends for a process group: `wanted`, and gloo for the CPU beside an accelerator's own backend.
-
-    What is offloaded to the CPU is reduced there, too: norms, the search for overflows, whole parameters.
-
-    >>> backends("gloo")
-    'gloo'
-    """
-    accelerator = _accelerator()
-    own = "gloo" if accelerator is None else dist.get_default_backend_for_device(accelerator)
-    if accelerator is None or wanted not in (None, own):
-        return wanted or own
-    return f"cpu:gloo,{accelerator.type}:{own}"
-
-
-def _accelerator() -> torch.device | None:
-    """The accelerator of this machine, if `fully_shard` runs on it: that needs streams, which MPS does not have."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found if found is not None and hasattr(torch.get_device_module(found.type), "Stream") else None
-
-
 def _device_type() -> str:
-    accelerator = _accelerator()
+    found = accelerator()
     backend = dist.get_backend_config() if hasattr(dist, "get_backend_config") else str(dist.get_backend())
-    return accelerator.type if accelerator is not None and f"{accelerator.type}:" in str(backend) else "cpu"
+    return found.type if found is not None and f"{found.type}:" in str(backend) else "cpu"
 
 
 def compute_dtype(config: EngineConfig) -> torch.dtype:

@@ -20,6 +20,7 @@ from terrazzo._torch.groups import (
     root_of,
     without_groups,
 )
+from terrazzo.comm.alone import initialise, is_launched
 from terrazzo.comm.axis import Axis, axis_of, axis_over
 from terrazzo.comm.mesh import ranks_of, when_groups_end
 from terrazzo.comm.simulated import real_values
@@ -301,7 +302,11 @@ def _default_mesh() -> DeviceMesh:
     """The mesh of all ranks, on the accelerator if the process group has a backend for it. Groups share one object."""
     global _default
     if not dist.is_initialized():
-        raise FSDPError("fully_shard needs a mesh or a process group: call torch.distributed.init_process_group first")
+        if is_launched():
+            raise FSDPError(
+                "fully_shard needs a mesh or a process group: call torch.distributed.init_process_group first"
+            )
+        initialise()
     group = default_group()
     if _default is None or _default[0]() is not group:
         kind = next((device.type for device in device_types(group) if _is_accelerated(group, device)), "cpu")

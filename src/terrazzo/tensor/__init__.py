@@ -1,10 +1,11 @@
 """Distributed tensors: one tensor whose elements are spread over the ranks of a device mesh.
 
-The names and behaviours are those of `torch.distributed.tensor`; `DeviceMesh` and `init_device_mesh` are PyTorch's own.
+The names and behaviours are those of `torch.distributed.tensor`; `DeviceMesh` is PyTorch's own.
 """
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo.comm.alone import init_device_mesh
 from terrazzo.layout import Partial, Placement, Replicate, Shard
 
 from terrazzo.tensor.dtensor import DTensor  # isort: skip

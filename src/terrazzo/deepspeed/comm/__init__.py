@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from terrazzo.comm.alone import backends, initialise_alone, is_launched
 from terrazzo.deepspeed.accelerator import get_accelerator
 from terrazzo.deepspeed.engines import comms_reports
-from terrazzo.engine.placing import backends
 from terrazzo.errors import EngineConfigError, EngineError
 
 
@@ -65,8 +65,8 @@ def init_distributed(
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if init_method is not None:
         options |= {"init_method": init_method, "rank": rank, "world_size": world_size}
-    elif "RANK" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
+    elif not is_launched():
+        initialise_alone(backend, **options)
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
