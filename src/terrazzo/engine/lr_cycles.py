@@ -82,8 +82,8 @@ class OneCycle(Schedule):
         fewer = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.stairs = (cycle_first_stair_count, fewer)
         self.decay_steps, self.decay_rate, self.decay_momentum = decay_step_size, decay_lr_rate, decay_mom_rate
-        self.low = per_group(cycle_min_lr, optimizer, "cycle_min_lr")
-        self.high = per_group(cycle_max_lr, optimizer, "cycle_max_lr")
+        self.min_lrs = per_group(cycle_min_lr, optimizer, "cycle_min_lr")
+        self.max_lrs = per_group(cycle_max_lr, optimizer, "cycle_max_lr")
         self.momentum = cycle_momentum and "betas" in optimizer.defaults
         self.low_momentum = per_group(cycle_min_mom, optimizer, "cycle_min_mom")
         self.high_momentum = per_group(cycle_max_mom, optimizer, "cycle_max_mom")
@@ -92,8 +92,8 @@ class OneCycle(Schedule):
     def rates(self) -> list[float]:
         if self.last_batch_iteration < self.up + self.down:
             height = self.height()
-            return [low + (high - low) * height for low, high in zip(self.low, self.high, strict=True)]
-        return [low / self._decay(self.decay_rate) for low in self.low]
+            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [low / self._decay(self.decay_rate) for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of each param group at this step; None if they do not move."""
