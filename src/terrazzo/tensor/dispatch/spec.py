@@ -21,6 +21,7 @@ A `Spec` maps each dimension of each operand and output to a *factor*, a loop of
 - `acceptable` replaces all of this by a list of what may happen along one mesh dim; the factors then mean nothing.
 - With `never_empty` the function is not called for an empty shard, which many functions refuse or cannot differentiate
   twice: a rank that holds no row along some dim gives it one row of zeros there, and drops what it makes of that row.
+  Only for functions that give finite numbers for zeros, also as gradients of their other operands (norms do not).
 - `localize` makes the function that runs on the local tensors when that is not the caller's own function with the
   caller's own arguments (for example when a shape argument must become the local shape).
 - `joined` makes, where the outputs would be partial, a function that reduces them at once; see `Joined`.
