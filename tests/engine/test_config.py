@@ -110,3 +110,53 @@ def test_json_may_have_comments_but_no_key_twice():
     assert as_mapping('{"wandb": {"project": "a#b//c"}}') == {"wandb": {"project": "a#b//c"}}
     with pytest.raises(EngineConfigError, match="twice: train_batch_size"):
         as_mapping('{"train_batch_size": 8, "train_batch_size": 4}')
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"bf_16": {}}, "config: there is no key bf_16; did you mean bf16?"),
+        ({"zero_optimization": {"stag": 3}}, "config: there is no key zero_optimization.stag; did you mean stage?"),
+        (
+            {"zero_optimization": {"overlap_com": True}},
+            "no key zero_optimization.overlap_com; did you mean overlap_comm?",
+        ),
+        (
+            {"bf16": {"enabled": True, "xyz": 1}},
+            "config: there is no key bf16.xyz; there are enabled, check_grad_overflow",
+        ),
+        ({"zero_optimization": {"stage": 4}}, "config: zero_optimization.stage must be 0, 1, 2 or 3, not 4"),
+        ({"train_batch_size": "8"}, "config: train_batch_size must be an integer of at least 1 or null, not '8'"),
+        ({"train_batch_size": 0}, "config: train_batch_size must be an integer of at least 1 or null, not 0"),
+        ({"gradient_clipping": -1}, "config: gradient_clipping must be a number of at least 0, not -1"),
+        ({"bf16": {"enabled": "yes"}}, "config: bf16.enabled must be true or false, not 'yes'"),
+        ({"optimizer": {"params": {}}}, "config: optimizer.type is missing"),
+        ({"optimizer": {"type": 3}}, "config: optimizer.type must be a string, not 3"),
+        ({"zero_optimization": [3]}, "zero_optimization must be an object with keys of stage, offload_optimizer, "),
+    ],
+)
+def test_an_error_names_the_key_what_is_allowed_and_what_may_be_meant(given, told):
+    with pytest.raises(EngineConfigError) as error:
+        read_config(given)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "told"),
+    [
+        ({"train_batch_size": 7}, 2, "7 is not a multiple of 2 data-parallel ranks: use one, such as 6 or 8"),
+        (
+            {"train_batch_size": 3, "train_micro_batch_size_per_gpu": 4}, 1,
+            "3 is not a multiple of train_micro_batch_size_per_gpu 4 x 1 data-parallel ranks = 4: use one, such as 4",
+        ),
+        (
+            {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}, 2,
+            "train_batch_size 7 is not train_micro_batch_size_per_gpu 3 x gradient_accumulation_steps 2 x 2 "
+            "data-parallel ranks = 12: leave out one of the three",
+        ),
+    ],
+)  # fmt: skip
+def test_an_error_of_batch_sizes_names_what_was_given(given, ranks, told):
+    with pytest.raises(EngineConfigError) as error:
+        read_config(given)[0].batch(ranks)
+    assert told in str(error.value)

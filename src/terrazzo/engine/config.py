@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from terrazzo.engine.checked import convert
+from terrazzo.engine.deepspeed_keys import KEYS
 from terrazzo.engine.translate import Ignored, translate
 from terrazzo.errors import EngineConfigError
 
@@ -260,7 +262,7 @@ def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str
     True
     >>> read_config({"train_batch_size": 4, "bf_16": {}})
     Traceback (most recent call last):
-    terrazzo.errors.EngineConfigError: config: Object contains unknown field `bf_16`
+    terrazzo.errors.EngineConfigError: config: there is no key bf_16; did you mean bf16?
     """
     if isinstance(config, EngineConfig):
         given = msgspec.to_builtins(config)
@@ -269,7 +271,7 @@ def read_config(config: EngineConfig | Mapping[str, Any] | str | os.PathLike[str
         given, ignored = translate(as_mapping(config))
     try:
         # Also for an EngineConfig: msgspec checks types only when it converts, not in the constructor.
-        checked = msgspec.convert(given, EngineConfig)
+        checked = convert(given, EngineConfig, tuple(KEYS))
     except msgspec.ValidationError as error:
         raise EngineConfigError(f"config: {error}") from error
     _check(checked)
@@ -371,17 +373,27 @@ def _batch(config: EngineConfig, data_parallel: int) -> Batch:
     accumulation = config.gradient_accumulation_steps
     if total is None and micro is None:
         raise EngineConfigError("config: needs train_batch_size or train_micro_batch_size_per_gpu")
+    if total is not None:
+        given = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+        factors = [f"{name} {value}" for name, value in given.items() if value is not None]
+        unit = (micro or 1) * (accumulation or 1) * data_parallel
+        says = " x ".join([*factors, f"{data_parallel} data-parallel ranks"]) + (f" = {unit}" if factors else "")
+        if len(factors) == 2 and total != unit:
+            raise EngineConfigError(
+                f"config: train_batch_size {total} is not {says}: leave out one of the three, which then follows"
+            )
+        if total % unit:
+            below = total // unit * unit
+            near = f"{below} or {below + unit}" if below else str(unit)
+            raise EngineConfigError(
+                f"config: train_batch_size {total} is not a multiple of {says}: use one, such as {near}"
+            )
     if micro is None:
         assert total is not None
         accumulation = accumulation or 1
         micro = total // (data_parallel * accumulation)
     elif accumulation is None:
-        accumulation = 1 if total is None else max(total // (data_parallel * micro), 1)
+        accumulation = 1 if total is None else total // (data_parallel * micro)
     if total is None:
         total = micro * accumulation * data_parallel
-    if total != micro * accumulation * data_parallel:
-        raise EngineConfigError(
-            f"config: train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "
-            f"gradient_accumulation_steps {accumulation} x {data_parallel} data-parallel ranks"
-        )
     return Batch(total, micro, accumulation)

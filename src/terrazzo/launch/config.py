@@ -29,6 +29,7 @@ from terrazzo.checkpoint.manager import (
 from terrazzo.checkpoint.manager.policies import Agreed
 from terrazzo.checkpoint.native.names import named_by_latest, step_of_name
 from terrazzo.checkpoint.stores import Place, is_url
+from terrazzo.engine.checked import convert
 from terrazzo.engine.config import read_config
 from terrazzo.errors import CheckpointFormatError, EngineConfigError, RunConfigError
 
@@ -202,7 +203,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """
     path = Path(path).absolute()
     try:
-        config = msgspec.convert(_parsed(path), RunConfig)
+        config = convert(_parsed(path), RunConfig)
     except msgspec.ValidationError as error:
         raise RunConfigError(f"{path}: {error}") from error
     run = Run(path, config)
