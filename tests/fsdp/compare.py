@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.plan_checker import check
+from fsdp.plan_checker import check, plan_steps
 from terrazzo.comm import add_observer, remove_observer
 from terrazzo.fsdp import fully_shard, trace
 from terrazzo.fsdp.group import group_of
-from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.run.root import root_of
 from terrazzo.tensor import DTensor
 

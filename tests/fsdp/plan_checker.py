@@ -13,11 +13,15 @@ stream has recorded. The checker keeps a vector clock for each stream, and finds
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.plan.memory import sizes_of
-from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation, Stream
+from terrazzo.fsdp.plan.operations import COLLECTIVES, Buffer, Kind, Operation, Stream
+from terrazzo.fsdp.plan.planner import advance
+from terrazzo.fsdp.plan.state import Event, State, Where
+from terrazzo.fsdp.plan.step import Plan, expected, order_of, writes
 from terrazzo.fsdp.plan.units import Spec
 
 _PERSISTENT = frozenset(["shard", "shard gradients"])
@@ -157,3 +161,32 @@ def check_epoch(operation: Operation, epochs: dict[int, int], gathered: dict[int
         used, shards = gathered.get(unit, -1), epochs.get(unit, -1)
         if used != shards:
             raise PlanError(f"{operation}: uses parameters of epoch {used}, but the shards are at epoch {shards}")
+
+
+# ------------------------------------------------------------------ what is checked
+
+
+def collectives(operations: Iterable[Operation]) -> list[tuple[str, int]]:
+    """The collectives of operations, in order: these must be the same on all ranks."""
+    return [(each.kind, each.unit) for each in operations if each.kind in COLLECTIVES]
+
+
+def plan_steps(spec: Spec, steps: int, *, micro_batches: int = 1) -> Plan:
+    """The operations of `steps` steps, each with `micro_batches` forwards, in which every module runs once, in order,
+    inside the first; and with their backwards."""
+    first, *others = range(len(spec.modules))
+    events = expected(spec, (first, tuple([(module, ()) for module in others])))
+    order = order_of(spec, events)
+    state, found = State.first(len(spec.units)), []
+    for epoch in range(steps):
+        for batch in range(micro_batches):
+            for event in events:
+                if event[0] is Event.FORWARD:
+                    stale = [u for u, where in enumerate(state.where) if where is not Where.SHARDED]
+                    event = (*event[:3], tuple(stale) if epoch and batch == 0 else ())
+                elif event[0] is Event.BACKWARD_ENDS:
+                    event = (*event[:2], batch == micro_batches - 1, *event[3:])
+                operations, state = advance(spec, order, state, event)
+                found += [replace(each, epoch=epoch) if each.kind is Kind.GATHER else each for each in operations]
+        found += writes(spec, epoch + 1)
+    return Plan(spec, tuple(found))

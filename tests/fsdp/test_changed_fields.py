@@ -12,21 +12,19 @@ import terrazzo.fsdp
 # are left; a new one needs a reason.
 MOST = {
     "Backward": 1,
-    "Bucket": 6,
-    "Course": 3,
+    "Bucket": 5,
+    "Course": 1,
     "Executor": 4,
-    "ExtendedBucket": 3,
-    "Registration": 3,
-    "Gradients": 5,
-    "Group": 6,
-    "Hooks": 4,  # what classes return; an object for each parameter
+    "Gradients": 4,
+    "Group": 5,
+    "Hooks": 1,  # what classes return; an object for each parameter
     "Kept": 1,
+    "Registration": 2,
     "ReturnableMemory": 1,
     "Root": 8,
     "ShardedParameter": 5,
     "Streams": 1,
-    "Unit": 10,
-    "_Planner": 1,
+    "Unit": 9,
 }
 
 
@@ -77,7 +75,7 @@ def test_few_fields_are_changed_after_construction():
     found = changed_fields(Path(terrazzo.fsdp.__file__).parent)
     more = {name: names for name, names in found.items() if len(names) > MOST.get(name, 0)}
     assert not more, "what can be a value, should be"
-    assert sum(map(len, found.values())) <= sum(MOST.values()) == 62
+    assert sum(map(len, found.values())) <= sum(MOST.values()) == 48
 
 
 def test_what_counts(tmp_path):

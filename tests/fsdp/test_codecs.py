@@ -382,6 +382,9 @@ def check_refused() -> None:
     model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_codec=Int8Blocks()))
     with pytest.raises(FSDPValueError, match="reduce_codec"):
         model.set_custom_reduce_scatter(lambda **more: None)
+    model(torch.ones(2, 4, device=device_type())).sum().backward()
+    with pytest.raises(FSDPValueError, match=r"Int8Blocks.*'weight', torch.float64.*float32, bfloat16 and float16"):
+        model.double()
 
 
 def test_refused():

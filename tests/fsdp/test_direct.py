@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp.plan_checker import check as check_plan
+from fsdp.plan_checker import plan_steps
 from ranks import run_ranks
 from terrazzo.comm import add_observer, flat, in_place, remove_observer, sections
 from terrazzo.comm.axis import axis_over
@@ -20,7 +21,6 @@ from terrazzo.comm.sections import FIRST_TAG, start_gather, start_reduce
 from terrazzo.fsdp import MixedPrecisionPolicy, explain, fully_shard, report, trace
 from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.plan.operations import Kind
-from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.run.root import root_of
 from terrazzo.tensor import init_device_mesh
 

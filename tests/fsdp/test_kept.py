@@ -39,7 +39,7 @@ def unit_of(module: nn.Module) -> Unit:
 def bytes_unsharded(module: nn.Module) -> int:
     """What the unsharded parameters really take now."""
     wholes = [bucket._whole for bucket in unit_of(module).buckets if not bucket.aliased]
-    return sum(whole.buffer.untyped_storage().nbytes() for whole in wholes if whole is not None)
+    return sum(whole.places[0].untyped_storage().nbytes() for whole in wholes if whole is not None)
 
 
 def bytes_kept(module: nn.Module) -> int:

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp.compare import Model, apart, batches, loss_of, mine, shard_blocks
-from fsdp.plan_checker import PlanError, check
+from fsdp.plan_checker import PlanError, check, collectives, plan_steps
 from ranks import run_ranks
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp import MixedPrecisionPolicy, explain, report, trace
 from terrazzo.fsdp.group import group_of
-from terrazzo.fsdp.plan.operations import HANDED_OVER, Buffer, Kind, Operation, Stream, collectives
-from terrazzo.fsdp.plan.step import plan_steps
+from terrazzo.fsdp.plan.operations import HANDED_OVER, Buffer, Kind, Operation, Stream
 from terrazzo.fsdp.plan.units import Sizes, Spec, UnitSpec
 from terrazzo.fsdp.run.root import root_of
 from terrazzo.tensor import init_device_mesh

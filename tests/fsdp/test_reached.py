@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp.compare import assert_same_parameters, checked, whole
+from fsdp.plan_checker import collectives
 from ranks import device_type, run_ranks
 from terrazzo.fsdp import fully_shard, trace
-from terrazzo.fsdp.plan.operations import collectives
 from terrazzo.tensor import init_device_mesh
 
 pytestmark = pytest.mark.on_late

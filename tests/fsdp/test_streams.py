@@ -18,14 +18,13 @@ import pytest
 import torch
 
 from fsdp.compare import Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks, train_alike
-from fsdp.plan_checker import Checker, PlanError
+from fsdp.plan_checker import Checker, PlanError, plan_steps
 from ranks import run_ranks
 from terrazzo.comm.flat import FlatPlan
 from terrazzo.fsdp import fully_shard
 from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.plan import planner
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation, Stream
-from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.run import bucket, root, streams
 from terrazzo.fsdp.run.streams import Streams
 from terrazzo.fsdp.run.unit import Unit
@@ -141,8 +140,8 @@ def logged(recorded: Recorded, name: str, method: Any) -> Any:
 
 
 def logged_write(recorded: Recorded, method: Any) -> Any:
-    def call(self: Unit, **how: bool) -> list[str]:
-        written: list[str] = method(self, **how)
+    def call(self: Unit) -> list[str]:
+        written: list[str] = method(self)
         if written:
             recorded.log.append(("call", recorded.now, "write", self.index))
         return written

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 import terrazzo.fsdp as our_fsdp
 from fsdp.compare import Model, adamw, apart, assert_same_parameters, batches, loss_of, mine, shard_blocks, train_alike
-from fsdp.plan_checker import check
+from fsdp.plan_checker import check, plan_steps
 from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, report, share_comm_ctx
 from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.module import _stage
 from terrazzo.fsdp.plan.operations import Kind
-from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.run.root import root_of
 from terrazzo.fsdp.run.staging import GroupMemory
 from terrazzo.tensor import DTensor, distribute_tensor

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp.compare import Block, Counted, Model, adamw, apart, batches, checked, loss_of, mine, shard_blocks
-from fsdp.plan_checker import PlanError, check
+from fsdp.plan_checker import PlanError, check, plan_steps
 from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, explain, fully_shard, report
 from terrazzo.fsdp.plan.operations import Kind
-from terrazzo.fsdp.plan.step import plan_steps
 from terrazzo.fsdp.plan.units import Spec, UnitSpec
 from terrazzo.tensor import init_device_mesh
 

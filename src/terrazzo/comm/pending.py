@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from terrazzo.comm import observe
+from terrazzo.comm import observe, wire
 from terrazzo.comm.axis import Axis
 from terrazzo.errors import CommError, CommTimeout
 
@@ -40,6 +40,8 @@ class Pending(Generic[Result]):
         self._work = work
         self._result = result
         self._finish = finish
+        if wire.sending.here:
+            self.wait()  # what uses the result, on any stream, waits for this one
 
     def wait(self) -> Result:
         """The result, once the communication is done."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from terrazzo.engine import Engine
 from terrazzo.engine.reports import CommsReport
-from terrazzo.fsdp.whole import sharded_of, show_whole
+from terrazzo.fsdp.module import sharded_of, show_whole
 from terrazzo.tensor import DTensor
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -9,7 +9,7 @@ from torch import nn
 from terrazzo._torch.modules import children_of
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group, group_of
-from terrazzo.fsdp.plan.step import Plan, Run, expected, plan_steps
+from terrazzo.fsdp.plan.step import Plan, Run, expected, plan_step
 from terrazzo.fsdp.run.root import Root, root_of
 
 
@@ -28,7 +28,7 @@ def explain(model: nn.Module) -> Plan:
     spec = root.spec()
     outermost = (group if group in root.tops else root.tops[0]).modules[0]
     known = root.passes.get(root.positions[outermost])
-    return plan_steps(spec, events=known or expected(spec, _run_of(outermost, root.positions)))
+    return plan_step(spec, known or expected(spec, _run_of(outermost, root.positions)))
 
 
 def _run_of(module: nn.Module, positions: Mapping[nn.Module, int]) -> Run:

@@ -41,7 +41,6 @@ class Group:
             self.number = _made[shared] = _made.get(shared, 0) + 1
         self.unit: Any = None  # the `Unit` that gathers and reduces it
         self.root: Any = None  # the `Root` of the model, once the outermost module is known
-        self.apart = False  # whether it always has a unit of its own, because the user has unsharded it
         self.inner: dict[DataMesh, InnerMesh] = {}  # smaller meshes of `reshard_after_forward=N`
         if type(reshard_after_forward) is int:
             found = {mesh: InnerMesh.of(mesh, reshard_after_forward) for mesh in self.meshes}
@@ -67,10 +66,6 @@ class Group:
     def meshes(self) -> list[DataMesh]:
         """The meshes on which its parameters are sharded."""
         return list(dict.fromkeys([self.settings.mesh, *(param.mesh for param in self.params)]))
-
-    def holders(self) -> list[nn.Module]:
-        """The modules in which parameters of the group are registered."""
-        return list(dict.fromkeys(slot.module for param in self.params for slot in param.slots))
 
 
 def group_of(module: nn.Module) -> Group | None:

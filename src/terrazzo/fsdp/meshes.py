@@ -125,11 +125,6 @@ class DataMesh:
         return DataMesh(mesh, axis_of(mesh, mesh.ndim - 1), replicate, _device_of(mesh))
 
     @property
-    def only_replicates(self) -> bool:
-        """Whether no dim shards."""
-        return self.replicate is not None and self.mesh.ndim == 1
-
-    @property
     def size(self) -> int:
         """The number of ranks that have different data."""
         return self.shard.size * (1 if self.replicate is None else self.replicate.size)
@@ -222,7 +217,7 @@ class InnerMesh:
     @staticmethod
     def of(data: DataMesh, size: int) -> InnerMesh | None:
         """Groups of `size` consecutive ranks of the shard axis; None if `size` is 1 or the axis's size."""
-        if data.only_replicates:
+        if data.replicate is not None and data.mesh.ndim == 1:  # no dim shards
             return None
         n = data.shard.size
         if size < 1 or n % size:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Set
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -84,21 +83,10 @@ def _check_parameters(optimizer: Optimizer) -> frozenset[int]:
     return ids
 
 
-class _Model(Protocol):
-    """The root of a model, as far as it matters here."""
-
-    groups: tuple[Any, ...]
-    tops: tuple[Any, ...]
-
-    def before_step(self, ids: Set[int]) -> None: ...
-
-    def after_step(self, ids: Set[int]) -> None: ...
+_models: weakref.WeakSet[Any] = weakref.WeakSet()  # the roots
 
 
-_models: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def note_model(root: _Model) -> None:
+def note_model(root: Any) -> None:
     """This model is sharded, and about to run."""
     _models.add(root)
 

@@ -7,21 +7,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
 from terrazzo.comm.axis import axis_beside
 from terrazzo.errors import FSDPError, FSDPTypeError, FSDPValueError
-from terrazzo.fsdp.copied import Copies
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.plan.state import Event
 from terrazzo.fsdp.run.forming import part
 from terrazzo.fsdp.run.hooks import after_forward, before_forward, forward_failed
-from terrazzo.fsdp.run.root import root_of
-from terrazzo.fsdp.run.staging import GroupMemory, SymmetricMemory, refuse_own
-from terrazzo.fsdp.settings import AllGather, ReduceScatter, Staging
-from terrazzo.fsdp.whole import shown_whole
+from terrazzo.fsdp.run.root import Root, root_of
+from terrazzo.fsdp.run.staging import GroupMemory, SymmetricMemory
+from terrazzo.fsdp.settings import AllGather, ReduceScatter
+from terrazzo.fsdp.tree import Copies
 
 if TYPE_CHECKING:
     _Module = nn.Module  # for type checkers: a sharded module is a module, too
@@ -236,7 +235,7 @@ class FSDPModule(_Module):
 
         Use it if it is not known before a backward that it is the last one, as in a pipeline schedule.
         """
-        root_of(_group(self)).reduce_now()
+        root_of(_group(self)).advance_without_graph((Event.REDUCE,))
 
     def set_post_optim_event(self, event: Any) -> None:
         """Set an event for which the next forward's gathers wait, instead of for everything that was queued before.
@@ -337,6 +336,31 @@ class UnshardHandle:
         root_of(self._group).advance((Event.WAIT, self._group.unit.index))
 
 
+_shown_whole: WeakSet[Root] = WeakSet()  # the models whose state dicts are whole
+
+
+def show_whole(model: nn.Module) -> None:
+    """Gather all parameters, and have the unsharded ones registered until the next backward or `reshard`.
+
+    Programs that know nothing of shards see them between steps, in state dicts too, from now on. What users write to
+    them goes to the shards before the next forward or optimizer step.
+    """
+    for root in dict.fromkeys(root_of(group) for group in _groups(model, True)):
+        _shown_whole.add(root)
+        root.unshard_all()
+
+
+def sharded_of(model: nn.Module, parameter: Tensor) -> Tensor | None:
+    """The sharded parameter of an unsharded one, with what users have written to that, or itself; None: it is not one
+    of the model."""
+    for group in _groups(model, True):
+        for param in group.params:
+            if parameter is param.unsharded or parameter is param.sharded:
+                group.unit.save_writes()
+                return param.sharded
+    return None
+
+
 def keep_state_dicts_sharded(group: Group) -> None:
     """Reshard before a state dict is made or loaded, so that state dicts always have sharded parameters.
 
@@ -346,10 +370,10 @@ def keep_state_dicts_sharded(group: Group) -> None:
     def reshard(*args: Any, **kwargs: Any) -> None:
         if group.root is not None:
             group.root.settle(wait=True)  # no state of ranks that have diverged is saved
-            if group.root not in shown_whole:
+            if group.root not in _shown_whole:
                 group.root.reshard(group.unit)
 
-    for module in group.holders():
+    for module in dict.fromkeys(slot.module for param in group.params for slot in param.slots):
         module.register_state_dict_pre_hook(reshard)
         module.register_load_state_dict_pre_hook(reshard)
 
@@ -450,7 +474,7 @@ def _set(group: Group, **options: Any) -> bool:
         return False
     group.options = replace(group.options, **options)
     if group.root is not None:
-        group.root.changed()
+        group.root.changed(sizes=True)
     return True
 
 
@@ -459,7 +483,7 @@ def _switch(group: Group, **switches: bool) -> None:
     if _differs(group.switches, switches):
         group.switches = _with_switches(group.switches, **switches)
         if group.root is not None:
-            group.root.switched()
+            group.root.changed(sizes=False)
 
 
 _with_switches = lru_cache(maxsize=256)(replace)  # programs turn the same ones for every micro-batch
@@ -469,9 +493,15 @@ def _differs(value: Any, settings: dict[str, Any]) -> bool:
     return any(getattr(value, name) != setting for name, setting in settings.items())
 
 
-def _stage(group: Group, staging: Staging | None) -> None:
+def _stage(group: Group, staging: GroupMemory | None) -> None:
     """Communicate in this memory."""
-    refuse_own(group.options)
+    own = {"set_custom_all_gather": group.options.all_gather, "set_custom_reduce_scatter": group.options.reduce_scatter}
+    for name, comm in own.items():
+        if comm is not None:
+            raise FSDPValueError(
+                f"{name} was called on this module, so its communication allocates by itself: allocate the special "
+                "memory there"
+            )
     _set(group, staging=staging)
     if staging is not None:
         _pad(group)
@@ -496,4 +526,6 @@ __all__ = [
     "make_fsdp_module",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "sharded_of",
+    "show_whole",
 ]

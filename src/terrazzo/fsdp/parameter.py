@@ -7,10 +7,11 @@ DTensor if it was one. Both exist as long as the module; only the registration c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -91,6 +92,28 @@ class ShardedParameter:
         self.sharded.__dict__.update(self.attributes)
         mark(self.sharded, SHARDED, self.name)
 
+    def adopt(self, found: Any, partly: bool) -> None:
+        """Have `found`, which is registered instead of the sharded parameter, be that; raise if it does not fit. With
+        `partly`, other parameters of the group may not have been replaced yet."""
+        if found is self.sharded:
+            return
+        if isinstance(found, DTensor) and not isinstance(found, nn.Parameter):
+            raise FSDPError(
+                f"rank {dist.get_rank()}: parameter {self.name!r} was replaced by a DTensor that is no nn.Parameter, "
+                "as torch.func.functional_call does: the gather has no derivative, so gradients would be lost. Write "
+                "the values to the parameters (copy_, .data, load_state_dict), or call the module before fully_shard"
+            )
+        if not (isinstance(found, DTensor) and _is_same(found._layout, self.layout)):
+            placed = f"DTensor placed {list(found.placements)}" if isinstance(found, DTensor) else type(found).__name__
+            raise FSDPError(
+                f"rank {dist.get_rank()}: parameter {self.name!r} was replaced by a {placed} of shape "
+                f"{tuple(found.shape)}; it must be a DTensor of shape {tuple(self.layout.shape)} with the placements "
+                f"{list(self.layout.shown)} on the same mesh"
+            )
+        found._layout = self.layout  # equal meshes may have different process groups
+        if not (partly and found.device.type != "meta" and self.materialise(found)):
+            self.sharded = found
+
     def materialise(self, values: Any) -> bool:
         """Give the sharded parameter, which is on the meta device, these values. It stays the same object, because an
         optimizer may have it. Returns whether that is possible: it is not if there are weak references to it."""
@@ -159,6 +182,37 @@ class ShardedParameter:
             self.unsharded_local.requires_grad_(value)
 
 
+def are_alike(params: Sequence[ShardedParameter]) -> bool:
+    """Whether shards are of one dtype and on one kind of device."""
+    return len({(p.sharded._local.device.type, p.sharded._local.dtype) for p in params}) == 1
+
+
+def check_alike(params: Sequence[ShardedParameter], rest: torch.device) -> None:
+    """Raise if parameters of one group and one dtype are not alike any more, or not on the device `rest`."""
+    if not params:
+        return
+    shards = [(p.name, p.sharded._local) for p in params]
+    name, first = shards[0]
+    for other, shard in shards:
+        if (shard.device.type, shard.dtype) != (first.device.type, first.dtype):
+            raise FSDPError(
+                f"parameters of one group must be alike, but {name!r} is {first.dtype} on {first.device}, and "
+                f"{other!r} is {shard.dtype} on {shard.device}: move or materialise all of them"
+            )
+    if first.device.type not in (rest.type, "meta"):
+        raise FSDPError(
+            f"the sharded parameters {name!r}, ... are on {first.device}, but must be on {rest} by their mesh and "
+            f"offload policy: move the module back to {rest}"
+        )
+
+
+def _is_same(one: Layout, other: Layout) -> bool:
+    return one is other or (
+        (one.placements, one.shape, one.order) == (other.placements, other.shape, other.order)
+        and one.mesh == other.mesh
+    )
+
+
 def as_parameter(local: Tensor, layout: Layout) -> Any:
     """A DTensor that is an `nn.Parameter`, with exactly this local tensor."""
     result = wrap(local, layout)
@@ -177,11 +231,6 @@ def _attributes_of(parameter: Any) -> dict[str, Any]:
 def mark(parameter: Any, what: str, name: str) -> None:
     """Mark a parameter, with the name that it has or had in the model: as `REPLACED`, `IGNORED` or `KEPT`."""
     parameter.__dict__[what] = name
-
-
-def unmark_replaced(parameter: Any) -> None:
-    """Remove the mark from a parameter that a module uses again."""
-    parameter.__dict__.pop(REPLACED, None)
 
 
 def marked(parameter: Any, what: str) -> str | None:
@@ -329,10 +378,11 @@ __all__ = [
     "ShardPlacementFn",
     "ShardedParameter",
     "Slot",
+    "are_alike",
     "as_parameter",
+    "check_alike",
     "collect",
     "mark",
     "marked",
     "placed",
-    "unmark_replaced",
 ]

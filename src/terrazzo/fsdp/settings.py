@@ -14,6 +14,7 @@ from terrazzo.comm.axis import Axis
 from terrazzo.comm.codecs import Codec
 from terrazzo.fsdp.meshes import DataMesh
 from terrazzo.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from terrazzo.fsdp.run.staging import GroupMemory
 
 AllReduceHook = Callable[[Tensor], None]
 
@@ -87,27 +88,12 @@ class ReduceScatter(_Allocates, Protocol):
         """Reduce the inputs of all ranks; each rank gets its part."""
 
 
-class Staging(Protocol):
-    """Special memory from which a backend communicates faster."""
-
-    def serves(self, axis: Axis, device: torch.device) -> bool:
-        """Whether there is such memory for communication along the axis."""
-
-    def reduces_from(self, options: Options) -> bool:
-        """Whether it is used for reductions, too, not only for gathers."""
-
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -> Tensor:
-        """Allocate a buffer."""
-
-    def announce(self, tensor: Tensor, axis: Axis) -> None:
-        """Called before the buffer is communicated."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Options:
     """The settings of a group that users change, without its switches."""
 
     reduce_buffers: int  # buffers of packed gradients that may be in reduction when the next is packed
+    apart: bool = False  # whether it always has a unit of its own, because the user has unsharded it
     auto_reshard: bool = False  # whether only the root is not resharded after forward
     forward_prefetch: tuple[Any, ...] | None = None  # groups
     backward_prefetch: tuple[Any, ...] | None = None
@@ -118,7 +104,7 @@ class Options:
     reduce_scatter: ReduceScatter | None = None
     force_sum: bool = False
     reduce_axes: dict[Axis, Axis] = field(default_factory=dict)  # by shard axis, the axis whose group reduces
-    staging: Staging | None = None  # special memory for communication; None: ordinary memory
+    staging: GroupMemory | None = None  # special memory for communication; None: ordinary memory
 
     @property
     def usual(self) -> bool:

@@ -145,7 +145,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     """
     _, root = sharded(model, "trace")
     found = Trace(root)
-    before, root.executor.observers = root.executor.observers, (found,)
+    before, root.executor.observer = root.executor.observer, found.ran
     add_observer(found._started)
     observe.add_end_observer(found._ended)
     try:
@@ -153,4 +153,4 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     finally:
         observe.remove_end_observer(found._ended)
         remove_observer(found._started)
-        root.executor.observers = before
+        root.executor.observer = before

@@ -126,7 +126,7 @@ MUTATIONS = (
     Mutation(f"{_FSDP}.run.gradients:Gradients._on_the_host", _REACHED, "event.record()", "pass"),
     Mutation(f"{_FSDP}.run.gradients:Gradients._unreached", _REACHED, "event.synchronize()", "pass"),
     Mutation(
-        f"{_FSDP}.run.gradients:Gradients.wait",
+        f"{_FSDP}.run.gradients:Gradients._ended",
         sharding.check_plain,
         "running.pending.wait()",
         "running.pending._result",
@@ -159,20 +159,6 @@ MUTATIONS = (
         sharding.check_plain,
         "gathered = pending.wait()",
         "gathered = pending._result",
-        superfluous=_OWN_STREAM,
-    ),
-    Mutation(
-        f"{_FSDP}.run.unit:Unit._gather_from", sharding.check_plain, "one.wait()", "pass", superfluous=_OWN_STREAM
-    ),
-    Mutation(
-        f"{_FSDP}.run.unit:Unit.reduce", sharding.check_plain, "gradients.wait()", "pass", superfluous=_OWN_STREAM
-    ),
-    Mutation(
-        f"{_FSDP}.run.unit:Unit.all_reduce",
-        sharding.check_replicas,
-        "gradients.wait()",
-        "pass",
-        world=4,
         superfluous=_OWN_STREAM,
     ),
     Mutation(f"{_FSDP}.run.root:Root.give_up", sharding.check_blocks_unsharded_before, "self._join()", "pass"),
@@ -319,6 +305,7 @@ MUTATIONS = (
         "pass",
     ),
     # ---- collectives
+    Mutation("terrazzo.comm.pending:Pending.__init__", sharding.check_encoded_replicas, "self.wait()", "pass", world=4),
     Mutation(
         "terrazzo.comm.pending:Pending.wait",
         tensors.check_products,

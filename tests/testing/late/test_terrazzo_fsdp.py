@@ -16,7 +16,7 @@ from torch import nn
 
 from device_ranks import run_on_devices
 from late_ranks import run_late
-from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from terrazzo.fsdp import CPUOffloadPolicy, Int8Blocks, MixedPrecisionPolicy, fully_shard
 from terrazzo.fsdp.plan.operations import Stream
 from terrazzo.tensor import init_device_mesh
 from terrazzo.testing import late
@@ -277,6 +277,11 @@ def check_replicas_in_bfloat16(device):
     return train(sharded(device, sizes=REPLICAS, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), device)
 
 
+def check_encoded_replicas(device):
+    """What is sent is decoded and added by the stream that reduces over the shards, before that over the replicas."""
+    return train(sharded(device, sizes=REPLICAS, mp_policy=MixedPrecisionPolicy(reduce_codec=Int8Blocks())), device)
+
+
 def check_replicas_and_accumulation(device):
     model = sharded(device, sizes=REPLICAS)
     return train(model, device, micros=2, before=lambda m, last: m.set_requires_all_reduce(last))
@@ -387,6 +392,7 @@ ON_REPLICAS = (
     check_replicas,
     check_replicas_in_bfloat16,
     check_coalesced_replicas,
+    check_encoded_replicas,
     check_replicas_and_accumulation,
     check_some_blocks_stay_gathered,
     check_writes_to_kept_parts,
@@ -463,6 +469,7 @@ MICROS = {
 }
 IN_BFLOAT16 = (check_mixed_precision, check_bfloat16_reductions, check_replicas_in_bfloat16)
 TRAIN_OTHERWISE = (
+    check_encoded_replicas,
     check_models_with_the_same_streams,
     check_offloaded_state_that_the_host_reads,
     check_writes_to_unsharded_parameters,

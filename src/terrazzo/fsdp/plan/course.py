@@ -12,7 +12,6 @@ without a graph (a checkpoint with reentrance), and backward through a backward.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakSet
 
 from terrazzo.fsdp.plan.state import Event
 
@@ -21,14 +20,13 @@ class Course:
     """The events of the backward of one forward, the last first. The outermost module's unit is left at the end of
     backward, so this has no event here."""
 
-    __slots__ = ("__weakref__", "done", "events", "left", "order", "root", "units")
+    __slots__ = ("__weakref__", "events", "left", "model", "order", "units")
 
-    def __init__(self, root: Any, units: Any) -> None:
-        self.root, self.units = root, units  # as they were then
-        self.done = False  # whether a backward has run through it
+    def __init__(self, model: Any, units: Any) -> None:
+        self.model, self.units = model, units  # the root and its units then
         self.order: list[int] = []  # the units, as their forwards begin
         self.events: list[tuple[Any, ...]] = []
-        self.left = 0  # the number of events that the backward that runs has not come to
+        self.left = -1  # the number of events that a backward has not come to; -1 before the first one
 
     def entered(self, unit: int) -> Spot:
         """The unit's forward begins; returns where in the course its event is."""
@@ -39,11 +37,6 @@ class Course:
     def left_by(self, unit: int, before: tuple[int, ...]) -> None:
         """The forward of a module of the unit ends; `before` are the units whose forwards ended before."""
         self.events.append((Event.REACH, unit, before))
-
-
-def any_open(courses: WeakSet[Course]) -> bool:
-    """Whether there is a forward whose graph still exists and whose backward has not run."""
-    return any(not each.done for each in courses)
 
 
 # Where in a course an event is; before all others at -1. It is made for every module, so it is a tuple without names.

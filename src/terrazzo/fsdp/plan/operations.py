@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -127,8 +126,3 @@ FOLLOWING = (
 FOLLOWING_ALL = (Operation(Kind.USE, -1, records=WRITTEN), FOLLOWING[1])
 
 COLLECTIVES = frozenset([Kind.GATHER, Kind.REDUCE, Kind.ALL_REDUCE])
-
-
-def collectives(operations: Iterable[Operation]) -> list[tuple[str, int]]:
-    """The collectives of operations, in order: these must be the same on all ranks."""
-    return [(each.kind, each.unit) for each in operations if each.kind in COLLECTIVES]

@@ -83,7 +83,7 @@ class _Planner:
         first = self.phase[unit] is Phase.IDLE
         if first:
             self.phase[unit] = Phase.FORWARD
-            self.running[unit] = self._modules_of(unit)
+            self.running[unit] = (1 << self.spec.units[unit].modules) - 1  # a bit for each
         spec = self.spec.units[unit]
         if spec.sizes is None:
             return
@@ -168,7 +168,7 @@ class _Planner:
         if spec.sizes is None:
             return
         if spec.trainable:
-            self._used(unit)
+            self._emit(Kind.USE, unit, "-> gradients", takes="gradients")
         if spec.reshard_after_backward and not keep:
             self._free(unit)
         if not spec.trainable:
@@ -277,10 +277,6 @@ class _Planner:
             used = "shard" if self.spec.units[unit].aliased else "unsharded"
             self._emit(Kind.USE, unit, used if there else "", takes=takes)
 
-    def _used(self, unit: int) -> None:
-        """Backward has computed the unit's gradients."""
-        self._emit(Kind.USE, unit, "-> gradients", takes="gradients")
-
     def _look_ahead(self, units: tuple[int, ...]) -> None:
         """Start to gather the next unit and, on CPU, small units after it, whose latency is longer than their work."""
         room = 0 if self.spec.streams else self.spec.overlapped
@@ -376,9 +372,9 @@ class _Planner:
                     self.reducing.remove(one)
                     self._finish(one)
                 most = max(0, len(self.reducing) - buffers + 1)
-                self.reducing = [self._release(one) if i < most else one for i, one in enumerate(self.reducing)]
+                self.reducing[:most] = map(self._release, self.reducing[:most])
             return
-        self.reducing = [self._to_replicas(one) for one in self.reducing]
+        self.reducing[:] = map(self._to_replicas, self.reducing)
         under_way = following + sum(self._sizes(one.unit).packed for one in self.reducing)
         while len(self.reducing) >= buffers and under_way > self.spec.overlapped:
             one = self.reducing.pop(0)
@@ -390,12 +386,11 @@ class _Planner:
         return Reducing(one.unit, one.stored, one.to_replicas, True)
 
     def _end_reductions(self) -> None:
-        self.reducing = [self._to_replicas(one) for one in self.reducing]
-        for one in self.reducing:
+        for one in [self._to_replicas(one) for one in self.reducing]:
             self._finish(one)
         if self.reducing:
             self._emit(Kind.SETTLE, -1)
-        self.reducing = []
+        self.reducing.clear()
 
     def _sizes(self, unit: int) -> Sizes:
         sizes = self.spec.units[unit].sizes
@@ -428,9 +423,6 @@ class _Planner:
 
     def _is_gathering(self, unit: int) -> bool:
         return self.where[unit] in (Where.GATHERING, Where.GATHERING_INNER)
-
-    def _modules_of(self, unit: int) -> int:
-        return (1 << self.spec.units[unit].modules) - 1
 
     def _bit_of(self, module: int) -> int:
         unit = self.spec.modules[module]

@@ -7,13 +7,13 @@ registered, and those inside others during these.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.fsdp.plan.course import Course
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
 from terrazzo.fsdp.plan.planner import advance
-from terrazzo.fsdp.plan.state import Event, Phase, State, Where
+from terrazzo.fsdp.plan.state import Event, Phase, State
 from terrazzo.fsdp.plan.units import Spec
 
 Events = tuple[tuple[Any, ...], ...]
@@ -50,40 +50,32 @@ def lines_of(operations: Iterable[Operation], spec: Spec) -> Iterator[tuple[Oper
         yield each, f"{each.stream:10}  {each.kind:10}  {name:{width}}  {sent:>12}  {', '.join(remarks)}".rstrip()
 
 
-def plan_steps(spec: Spec, steps: int = 1, *, events: Events | None = None, micro_batches: int = 1) -> Plan:
-    """The operations of `steps` steps, each with `micro_batches` times `events`, after an equal step.
-
-    Args:
-        spec: The units.
-        steps: The number of steps.
-        events: The events of a forward and its backward. None: every module runs once, in order, inside the first.
-        micro_batches: The number of forwards and backwards in a step.
-    """
-    events = expected(spec, one_after_the_other(spec)) if events is None else events
-    order = _order_of(spec, events)
-    state, found, epoch = State.first(len(spec.units)), [], 0
-    for _ in range(steps):
-        for batch in range(micro_batches):
-            for event in events:
-                if event[0] is Event.FORWARD and not event[2]:
-                    stale = [u for u, where in enumerate(state.where) if where is not Where.SHARDED]
-                    event = (*event[:3], tuple(stale) if epoch and batch == 0 else ())
-                elif event[0] is Event.BACKWARD_ENDS:
-                    event = (*event[:2], batch == micro_batches - 1, *event[3:])
-                operations, state = advance(spec, order, state, event)
-                found += [replace(each, epoch=epoch) if each.kind is Kind.GATHER else each for each in operations]
-        epoch += 1
-        found += [_write(unit, epoch) for unit, known in enumerate(spec.units) if known.sizes is not None]
-    return Plan(spec, tuple(found))
+def plan_step(spec: Spec, events: Events) -> Plan:
+    """The operations for the events of a forward and its backward, of the last micro-batch of a step, after an equal
+    one; and of the optimizer's step."""
+    order, state = order_of(spec, events), State.first(len(spec.units))
+    found: list[Operation] = []
+    for event in events:
+        if event[0] is Event.FORWARD and not event[2]:
+            event = (*event[:3], ())
+        elif event[0] is Event.BACKWARD_ENDS:
+            event = (*event[:2], True, *event[3:])
+        operations, state = advance(spec, order, state, event)
+        found += operations
+    return Plan(spec, (*found, *writes(spec, 1)))
 
 
-def _write(unit: int, epoch: int) -> Operation:
-    """The optimizer's write to a unit's shard."""
-    reads, writes = (Buffer("shard gradients", unit),), (Buffer("shard", unit),)
-    return Operation(Kind.WRITE, unit, reads=reads, writes=writes, epoch=epoch)
+def writes(spec: Spec, epoch: int) -> list[Operation]:
+    """The optimizer's writes to the units' shards, which begin this epoch."""
+    found = []
+    for unit, known in enumerate(spec.units):
+        if known.sizes is not None:
+            reads, written = (Buffer("shard gradients", unit),), (Buffer("shard", unit),)
+            found.append(Operation(Kind.WRITE, unit, reads=reads, writes=written, epoch=epoch))
+    return found
 
 
-def _order_of(spec: Spec, events: Events) -> tuple[int, ...]:
+def order_of(spec: Spec, events: Events) -> tuple[int, ...]:
     """The units whose forwards begin, in order."""
     state, found = State.first(len(spec.units)), []
     for event in events:
@@ -100,12 +92,6 @@ def _order_of(spec: Spec, events: Events) -> tuple[int, ...]:
 
 # The run of a module: its number, and the runs of modules in it, in order.
 Run = tuple[int, tuple["Run", ...]]
-
-
-def one_after_the_other(spec: Spec) -> Run:
-    """The run of the first module, with all others in it."""
-    first, *others = range(len(spec.modules))
-    return first, tuple([(module, ()) for module in others])
 
 
 def expected(spec: Spec, run: Run) -> Events:
@@ -145,4 +131,4 @@ def expected(spec: Spec, run: Run) -> Events:
     return tuple(events)
 
 
-__all__ = ["Events", "Plan", "Run", "expected", "lines_of", "one_after_the_other", "plan_steps"]
+__all__ = ["Events", "Plan", "Run", "expected", "lines_of", "order_of", "plan_step", "writes"]

@@ -3,11 +3,10 @@
 memory           memory that is freed and allocated again
 comm             the collectives
 bucket           parameters of one dtype: their shard buffer and their unsharded buffer
-extended         a parameter that is a tensor subclass with hooks for the all-gather
+encoded          what buckets send with codecs, and with the hooks of tensor subclasses
 gradients        from unsharded gradients to sharded ones
 kept             the part of parameters that is kept over a smaller mesh
 registration     which tensors are registered as parameters
-adopting         checks of parameters that users have replaced
 unit             the operations on the parameters of a unit; the planner decides when they run
 forming          which groups are one unit
 streams          streams and marks of an accelerator

@@ -42,7 +42,7 @@ class Backward:
 
     def _begin(self, course: Course) -> None:
         """Called when backward comes to another forward."""
-        if course.root is not self._root:  # the module has another root now
+        if course.model is not self._root:  # the module has another root now
             course.left = 0
         elif course.units is not self._root.executor.units:
             raise FSDPError(
@@ -98,7 +98,6 @@ class Backward:
         """Called at its end: do what no hook has done; returns the units that have gradients."""
         for course in self._courses:
             self._follow(course)
-            course.done = True
         units = self._root.units
         found = tuple([unit.index for unit in units if unit.has_gradients() or self._waits_for_replicas(unit)])
         for index in found:
@@ -108,7 +107,8 @@ class Backward:
 
     def _waits_for_replicas(self, unit: Unit) -> bool:
         """Whether a unit has gradients from an earlier backward that must be reduced over the replicas now."""
-        if not (self._root.has_replicas and unit.groups[0].switches.all_reduce and unit.has_partial()):
+        replicated = self._root.executor.spec.units[unit.index].replicated
+        if not (replicated and unit.groups[0].switches.all_reduce and unit.has_partial()):
             return False
         return not any(unit.index == one.unit for one in self._root.state.reducing)
 
@@ -119,7 +119,8 @@ class Backward:
         Freed parameters read as NaN. Where they were about to be received in place, they may read as anything.
         """
         unit, where = self._root.unit_at(index), self._root.state.where[index]
-        if unit.waiting or unit.has_partial() or unit.aliased or where is Where.UNSHARDED:
+        aliased = self._root.executor.spec.units[index].aliased
+        if unit.waiting or unit.has_partial() or aliased or where is Where.UNSHARDED:
             return
         arriving = where is Where.GATHERING and unit.in_place
         if arriving or any(gradients.have_nan() for gradients in unit.gradients):

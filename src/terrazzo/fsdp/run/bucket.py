@@ -12,6 +12,7 @@ objects. If one rank has everything in the right dtype, the unsharded parameters
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -38,6 +39,13 @@ _ALIGNMENT = 64  # bytes
 _address = Tensor.data_ptr
 
 
+class _Shards(NamedTuple):
+    """The shard buffer, and the addresses of the sharded parameters in it."""
+
+    buffer: Tensor
+    pointers: list[int]
+
+
 class _Whole(NamedTuple):
     """The unsharded parameters' buffer, and where they are in it; or in the shards, if these are the parameters."""
 
@@ -56,9 +64,13 @@ class _Seen(NamedTuple):
 
 
 class Bucket:
-    """Some parameters of one dtype, sharded on one mesh."""
+    """Some parameters of one dtype on one device, sharded on one mesh."""
 
+    _shards: _Shards
     _whole: _Whole | None = None  # once the shards have values
+    _epochs_before: int = 0  # writes to former buffers, and writes that no version counter counts
+    _seen: _Seen = _Seen([], [], -1)
+    _filled: Sequence[int] = ()  # the shards' version counters when the unsharded parameters got their values
 
     def __init__(self, params: Sequence[ShardedParameter], settings: Settings, equal: bool) -> None:
         """Takes the values of parameters that are not sharded yet from their `unsharded_local`, and creates the sharded
@@ -68,14 +80,10 @@ class Bucket:
         self.settings = settings
         self._equal = equal
         self.plan = self.plan_over(settings.mesh.shard, self.params)
-        self._epochs_before = 0  # writes to former buffers, and writes that no version counter counts
         values = [p.values.detach() for p in params]
         if params[0].sharded is None:
             values = self.plan.own_chunks(values)
         self._place(values)
-        self._seen = _Seen([], [], -1)
-        self._filled: list[int] = []  # the shards' version counters when the unsharded parameters got their values
-        self._in_place: dict[tuple[FlatPlan, torch.dtype], InPlace | None] = {}
 
     def plan_over(self, axis: Axis, params: Sequence[ShardedParameter], extra: int = 0) -> FlatPlan:
         """The flat plan of `params` over `axis`."""
@@ -85,6 +93,11 @@ class Bucket:
             on_cpu = self.settings.mesh.device.type == "cpu"
             equal = worth_padding(shapes, dims, axis.size) if has_many(axis.size) else not on_cpu
         return FlatPlan(shapes, dims, axis.size, axis.index, equal, extra)
+
+    @property
+    def shard(self) -> Tensor:
+        """The buffer of the shards."""
+        return self._shards.buffer
 
     @property
     def shard_bytes(self) -> int:
@@ -120,7 +133,7 @@ class Bucket:
         is kept."""
         if self.will_alias:
             return Sizes(shard=self.shard_bytes)
-        itemsize, how = self.compute_dtype.itemsize, self.in_place() if in_place else None
+        itemsize, how = self.compute_dtype.itemsize, self.in_place if in_place else None
         sent, gathered, moves = self._gather_sizes()
         kept = None if inner is None else self.plan_over(inner, self.params)
         return Sizes(
@@ -144,26 +157,21 @@ class Bucket:
         sent = plan.own_size * (moved + itemsize * cast if last_too else moved * cast)
         return sent, plan.total * itemsize, plan.moved(itemsize)
 
+    @cached_property
     def in_place(self) -> InPlace | None:
         """The plan for gathering directly into the unsharded parameters, if that is possible."""
-        key = self.plan, self.compute_dtype
-        if key not in self._in_place:
-            itemsize = self.compute_dtype.itemsize
-            suits = InPlace.suits(self.plan, self.settings.mesh.shard, itemsize)
-            self._in_place[key] = InPlace(self.plan, itemsize) if suits else None
-        return self._in_place[key]
+        itemsize = self.compute_dtype.itemsize
+        suits = InPlace.suits(self.plan, self.settings.mesh.shard, itemsize)
+        return InPlace(self.plan, itemsize) if suits else None
 
-    def gather(self, comm: Comm, tag: int) -> Pending[Tensor]:
-        """Start to gather the sections of all ranks."""
-        assert self._whole is not None
-        return comm.gather(self.shard, self.plan, self.settings.mesh.shard, tag, self._whole.buffer)
-
-    def gather_in_place(self, tag: int) -> GatherInPlace:
-        """Start to gather into the unsharded parameters."""
-        how, whole = self.in_place(), self._whole
-        assert how is not None and whole is not None
+    def gather(self, comm: Comm, tag: int, in_place: bool) -> Pending[Tensor]:
+        """Start to gather the sections of all ranks, with `in_place` into the unsharded parameters."""
+        axis, whole, how = self.settings.mesh.shard, self._whole, self.in_place if in_place else None
+        assert whole is not None
+        if how is None:
+            return comm.gather(self.shard, self.plan, axis, tag, whole.buffer)
         self.take()
-        return how.gather(converted(self.shard, whole.buffer), whole.pieces, self.settings.mesh.shard, tag)
+        return how.gather(converted(self.shard, whole.buffer), whole.pieces, axis, tag)
 
     # ------------------------------------------------------------------ epochs
 
@@ -184,13 +192,10 @@ class Bucket:
         that needs the former ones then raises, as on one device, instead of using the new ones.
         """
         before, self._filled = self._filled, [version_of(p.sharded._local) for p in self.params]
-        if self._filled == before or not before:
+        if self._filled == before or not before or not self._seen.counted:  # there are none yet
             return
         written = [i for i, version in enumerate(self._filled) if version != before[i]]
         increment_version([self.params[i].unsharded_local for i in written])
-        self._note_increments(written)
-
-    def _note_increments(self, written: list[int]) -> None:
         for i in written:
             self._seen.counted[i] += 1
             self._seen.versions[i] += 1
@@ -266,7 +271,7 @@ class Bucket:
         if uses.count != self._seen.uses:
             return True
         locals_ = [p.unsharded_local for p in self.params]
-        places = self._pointers if self.aliased else [*map(_address, self._places)]
+        places = self._shards.pointers if self.aliased else [*map(_address, self._places)]
         if [*map(_address, locals_)] != places:
             return True
         return not self.aliased and [*map(version_of, locals_)] != self._seen.versions
@@ -300,7 +305,7 @@ class Bucket:
                 was_filled = bool(self._filled) and self._filled[i] == version_of(local)
                 self._write(i, chunks[i])
                 if was_filled:  # the unsharded parameter has this value already
-                    self._filled[i] = version_of(local)
+                    self._filled = [*self._filled[:i], version_of(local), *self._filled[i + 1 :]]
         return [self.params[i].name for i in written]
 
     def note_write(self, i: int) -> None:
@@ -363,10 +368,10 @@ class Bucket:
     def _place(self, chunks: Sequence[Tensor]) -> None:
         """Copy this rank's chunks into a new shard buffer, and have the sharded parameters be views of it."""
         adjacent = None if self.params[0].sharded is None else self._adjacent(chunks)
-        self.shard = self._empty_shard(chunks[0]) if adjacent is None else adjacent
+        buffer = self._empty_shard(chunks[0]) if adjacent is None else adjacent
         with torch.no_grad():
-            views = self.plan.own_views(self.shard)
-            if adjacent is None and not self.is_meta:
+            views = self.plan.own_views(buffer)
+            if adjacent is None and buffer.device.type != "meta":
                 torch._foreach_copy_(views, list(chunks))
             for param, view in zip(self.params, views, strict=True):
                 local = None if param.sharded is None else param.sharded._local
@@ -376,7 +381,8 @@ class Bucket:
                 param.make_sharded(view)
                 if local is None:
                     param.unsharded_local = view  # releases the original
-        self._remember_shards()
+        # Of two parameters that users have tied since, one does not lie in its place: both are collected each time.
+        self._shards = _Shards(buffer, [view.data_ptr() for view in views])
 
     def _adjacent(self, chunks: Sequence[Tensor]) -> Tensor | None:
         """The memory of chunks that are where they must be already, as in the buffer of a unit that is parted."""
@@ -398,27 +404,28 @@ class Bucket:
         shard = self.settings.empty_shard(self.plan.own_size, like.dtype)
         return shard.zero_() if self.plan.padded else shard
 
-    def _remember_shards(self) -> None:
-        # Of two parameters that users have tied since, one does not lie in its place: both are collected each time.
-        self._pointers = [view.data_ptr() for view in self.plan.own_views(self.shard)]
-
     def shards_intact(self) -> bool:
         """Whether the sharded parameters still are the original views of the shard buffer."""
-        if [*map(_address, [p.sharded._local for p in self.params])] != self._pointers:
+        pointers = self._shards.pointers
+        if [*map(_address, [p.sharded._local for p in self.params])] != pointers:
             return False
-        if all(self._pointers):
-            return True
         # Where this rank has no rows there is no address: a change of dtype or device does not show in it.
-        empty = [p.sharded._local for p, at in zip(self.params, self._pointers, strict=True) if not at]
-        return all(each.dtype is self.dtype and each.device == self.shard.device for each in empty)
+        return all(pointers) or self.suits_shards()
+
+    def suits_shards(self) -> bool:
+        """Whether the sharded parameters have its dtype and device: it keeps both, and all that follows from them."""
+        locals_ = [p.sharded._local for p in self.params]
+        return all(each.dtype is self.dtype and each.device == self.shard.device for each in locals_)
 
     def rebuild(self) -> None:
-        """Copy shards that have left the buffer (moved, materialised, loaded by assignment) into a new one."""
-        locals_ = [p.sharded._local.detach() for p in self.params]
-        changed, epoch = self.dtype is not locals_[0].dtype, self.epoch
-        self._place(locals_)
+        """Take shards that have left the buffer, as those that are loaded by assignment have, into a new one."""
+        epoch = self.epoch
+        self._take_shards()
         self._epochs_before += max(0, epoch + 1 - self.epoch)
-        if self._whole is not None and (self.aliased or changed or self.will_alias):
+
+    def _take_shards(self) -> None:
+        self._place([p.sharded._local.detach() for p in self.params])
+        if self.aliased:
             self._whole = None
             self.prepare()
 

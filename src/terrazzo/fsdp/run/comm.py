@@ -1,52 +1,44 @@
-"""The interface of a unit's collectives, and its implementations."""
+"""The collectives of a unit, and the memory that they use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from terrazzo.comm import observe, wire
+from terrazzo.comm import wire
 from terrazzo.comm.axis import Axis
-from terrazzo.comm.collectives import all_reduce_start
 from terrazzo.comm.flat import FlatPlan
 from terrazzo.comm.pending import Pending
-from terrazzo.comm.sections import place, report_collective, start_gather, start_reduce
+from terrazzo.comm.sections import FIRST_TAG, place, report_collective, start_gather, start_reduce
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.run.division import Ways
-from terrazzo.fsdp.settings import Options, Staging
+from terrazzo.fsdp.run.staging import GroupMemory
+from terrazzo.fsdp.settings import Options
 
 
-class Comm(Protocol):
-    """Starts collectives. All ranks must call them in the same order with the same plans."""
+class Comm:
+    """Starts the collectives of a unit: the user's own, or terrazzo's, in special memory if there is some. For the
+    user's own and for special memory sections have equal length. All ranks must call them in the same order with the
+    same plans."""
+
+    def __init__(self, group: Group, tag: int = FIRST_TAG, careful: Callable[[], bool] = lambda: False) -> None:
+        """`group` is the unit's first one. `careful()` returns whether ranks may be about to call different
+        collectives; then messages with tags are used, which cannot be mixed up. `tag` is the first of these."""
+        self._group, self._tag, self._careful = group, tag, careful
+
+    def tag(self, bucket: int) -> int:
+        """The tag of a bucket's gather; the next one is that of its reduction."""
+        return self._tag + bucket % 8 * 2
 
     def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int, like: Tensor | None = None) -> Pending[Tensor]:
         """Start to gather the sections of all ranks; `part` is this rank's. The result has the dtype and device of
         `like`, or of `part`."""
-
-    def reduce(
-        self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str | wire.ScaledSum, tag: int
-    ) -> Pending[Tensor]:
-        """Start to reduce `sections`, each to its rank; `op` is from the `Division`."""
-
-    def all_reduce(self, section: Tensor, axis: Axis, op: str) -> Pending[Tensor]:
-        """Start to reduce over the replicas."""
-
-
-class OwnComm:
-    """The user's custom collectives, and collectives in special memory; for the others `usual`. Sections have equal
-    length."""
-
-    def __init__(self, usual: Comm, group: Group) -> None:
-        self._usual, self._group = usual, group
-
-    def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int, like: Tensor | None = None) -> Pending[Tensor]:
         options, wanted = self._group.options, part if like is None else like
         own, staging = options.all_gather, staging_for(options, axis, wanted.device)
         if axis.group is None or (own is None and staging is None):
-            return self._usual.gather(part, plan, axis, tag, like)
+            return start_gather(part, axis, plan, tag, self._careful(), like)
         report_collective("all_gather", axis, plan, wanted, None)
         # What is sent must lie in special memory, too.
         if own is not None:
@@ -63,13 +55,12 @@ class OwnComm:
     def reduce(
         self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str | wire.ScaledSum, tag: int
     ) -> Pending[Tensor]:
+        """Start to reduce `sections`, each to its rank; `op` is from the `Division`."""
         options = self._group.options
         own, staging = options.reduce_scatter, staging_for(options, axis, sections.device, reduces=True)
         if axis.group is None or (own is None and staging is None):
-            return self._usual.reduce(sections, plan, axis, op, tag)
-        if observe.observers:
-            name = op if isinstance(op, str) else "sum"
-            observe.report("reduce_scatter", axis, (axis.size - 1) * sections.nbytes // axis.size, name, True)
+            return start_reduce(sections, axis, plan, op, tag)
+        report_collective("reduce_scatter", axis, plan, sections, op if isinstance(op, str) else "sum")
         if own is not None:
             reduced = own.allocate((plan.own_size,), dtype=sections.dtype, device=sections.device)
             native = wire.reduce_op(op)
@@ -81,9 +72,6 @@ class OwnComm:
             staging.announce(reduced, axis)
             work = wire.reduce_scatter(axis, reduced, sections, op)
         return Pending("reduce_scatter", axis, work, reduced)
-
-    def all_reduce(self, section: Tensor, axis: Axis, op: str) -> Pending[Tensor]:
-        return self._usual.all_reduce(section, axis, op)
 
 
 def ways_to_reduce(options: Options, axis: Axis, like: Tensor) -> Ways:
@@ -97,12 +85,12 @@ def ways_to_reduce(options: Options, axis: Axis, like: Tensor) -> Ways:
     return Ways.EXACT if like.is_cpu and staging_for(options, axis, like.device, reduces=True) is None else Ways.SUMS
 
 
-def staging_for(options: Options, axis: Axis, device: torch.device, *, reduces: bool = False) -> Staging | None:
+def staging_for(options: Options, axis: Axis, device: torch.device, *, reduces: bool = False) -> GroupMemory | None:
     """The special memory for gathers or reductions along the axis; None: ordinary memory."""
     staging = options.staging
     if staging is None or not staging.serves(axis, device):
         return None
-    return staging if not reduces or staging.reduces_from(options) else None
+    return None if reduces and staging.only_sums and not options.force_sum else staging
 
 
 def empty_to_reduce(options: Options, numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -> Tensor:
@@ -113,23 +101,3 @@ def empty_to_reduce(options: Options, numel: int, dtype: torch.dtype, device: to
     if options.reduce_scatter is not None and axis.group is not None:
         return options.reduce_scatter.allocate((numel,), dtype=dtype, device=device)
     return torch.empty(numel, dtype=dtype, device=device)
-
-
-class Collectives:
-    """The collectives of `terrazzo.comm` and, for large sections on CPU, messages between pairs of ranks."""
-
-    def __init__(self, careful: Callable[[], bool] = lambda: False) -> None:
-        """`careful()` returns whether ranks may be about to call different collectives; then messages with tags are
-        used, which cannot be mixed up."""
-        self._careful = careful
-
-    def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int, like: Tensor | None = None) -> Pending[Tensor]:
-        return start_gather(part, axis, plan, tag, self._careful(), like)
-
-    def reduce(
-        self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str | wire.ScaledSum, tag: int
-    ) -> Pending[Tensor]:
-        return start_reduce(sections, axis, plan, op, tag)
-
-    def all_reduce(self, section: Tensor, axis: Axis, op: str) -> Pending[Tensor]:
-        return all_reduce_start(section, axis, op, in_place=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
@@ -29,13 +29,6 @@ Call = Callable[[], bool | None]  # False: it has written nothing, so nobody nee
 _MANY = 4096  # states in the cache; a model whose modules always run in new orders always has new states
 
 
-class Observer(Protocol):
-    """An observer of operations, such as a `Trace`."""
-
-    def ran(self, operation: Operation, began: float) -> None:
-        """Called after the operation, or after its start if it does not run on the host."""
-
-
 class _Node:
     """What the planner plans from: its input, the order of the last forward and a state; and the cached transitions."""
 
@@ -52,7 +45,8 @@ class Executor:
     def __init__(self, watch: Watch, watch_replicas: Watch, streams: Streams | None) -> None:
         self.watch, self.watch_replicas, self.streams = watch, watch_replicas, streams
         self.units: dict[int, Unit] = {}  # by their numbers
-        self.observers: tuple[Observer, ...] = ()
+        # Called after an operation, or after its start if it does not run on the host, with the time when it began.
+        self.observer: Callable[[Operation, float], None] | None = None
         self._nodes: dict[tuple[Spec, tuple[int, ...], State], _Node] = {}
         self._node = _Node(Spec((), False), (), State.first(0))
 
@@ -99,7 +93,7 @@ class Executor:
             calls = tuple(call for each in operations if (call := self.call_of(each)) is not None)
             found = node.following[event] = (calls, self._node_of(node.spec, node.order, state), operations)
         try:
-            if self.observers or profiling():
+            if self.observer is not None or profiling():
                 self._run_observed(found[2])
             else:
                 for call in found[0]:
@@ -118,8 +112,8 @@ class Executor:
             if call is not None:
                 with record_function(self._name_of(each)):
                     call()
-            for observer in self.observers:
-                observer.ran(each, began)
+            if self.observer is not None:
+                self.observer(each, began)
 
     def _name_of(self, operation: Operation) -> str:
         """The operation's name in a profile."""

@@ -52,7 +52,7 @@ def runs_of(groups: Iterable[Group], limit: int) -> list[tuple[Group, ...]]:
     taken = 0
     for group in groups:
         if group.params:
-            own, nbytes = None if group.apart else _kin_of(group), _bytes_of(group)
+            own, nbytes = None if group.options.apart else _kin_of(group), _bytes_of(group)
             if own is not None and own == kin and taken + nbytes <= limit:
                 last.append(group)
                 taken += nbytes

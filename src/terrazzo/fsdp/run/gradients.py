@@ -25,6 +25,7 @@ from torch import Tensor
 
 from terrazzo._torch.autograd import accumulation_hooks, gradient_hooks, have_hooks
 from terrazzo.comm.axis import Axis
+from terrazzo.comm.collectives import all_reduce_start
 from terrazzo.comm.encoded import Encoded
 from terrazzo.comm.flat import ALIGNMENT, FlatPlan
 from terrazzo.comm.in_place import InPlace
@@ -90,7 +91,7 @@ class Gradients:
         self._accumulated: dict[ShardedParameter, Tensor] = {}  # sums in the reduce dtype that are not reduced yet
         self.waiting = False  # whether ranks may have gradients of earlier backwards that are not reduced yet
         self._frozen: set[ShardedParameter] = set()  # of the frozen parameters those that may have such gradients
-        self._partial: tuple[_Flat, Tensor] | None = None  # reduced over the shard axis, not yet over the replicas
+        self.partial: tuple[_Flat, Tensor] | None = None  # reduced over the shard axis, not yet over the replicas
         # What streams beside read: freed when the compute stream has waited for them.
         self._held: list[Tensor] = []
         self._copied: Any = None  # the event after which gradients are on the CPU
@@ -149,7 +150,7 @@ class Gradients:
         return None if flat is None else flat.plan
 
     def _flat_now(self) -> _Flat | None:
-        partial = () if self._partial is None else self._partial[0].params
+        partial = () if self.partial is None else self.partial[0].params
         params = tuple([p for p in self.bucket.params if p.requires_grad or p in self._frozen or p in partial])
         if not params:
             return None
@@ -184,11 +185,12 @@ class Gradients:
         Other replicas may have some of micro-batches that this one did not run, so over replicas there always is room,
         as long as any rank has gradients.
         """
-        if self.waiting or in_backward or self._over_replicas:
+        if self.waiting or in_backward or self.over_replicas:
             self._frozen.add(param)
 
     @property
-    def _over_replicas(self) -> bool:
+    def over_replicas(self) -> bool:
+        """Whether they are reduced over replicas, too."""
         replicate = self.bucket.settings.mesh.replicate
         return replicate is not None and replicate.size > 1
 
@@ -202,11 +204,6 @@ class Gradients:
         """Whether there is a NaN in the gradients from backward."""
         found = [p.unsharded_local.grad for p in self.bucket.params]
         return any(bool(grad.isnan().any()) for grad in found if grad is not None)
-
-    @property
-    def has_partial(self) -> bool:
-        """Whether there are gradients that are reduced over the shards, and not yet over the replicas."""
-        return self._partial is not None
 
     def accumulate(self) -> None:
         """Keep the gradients for a later reduction, in the reduce dtype."""
@@ -250,8 +247,11 @@ class Gradients:
                     self._frozen.add(param)
                 self.waiting = self.waiting or (each.waiting and param in each.bucket.params)
         for each in former:
-            if each._partial is not None and set(self.bucket.params).issuperset(each._partial[0].params):
-                self._partial = each._partial
+            if each.bucket.params == self.bucket.params:  # they have another dtype now
+                self._running, self._copied = each._running, each._copied
+                self._held.extend(each._held)
+            if each.partial is not None and set(self.bucket.params).issuperset(each.partial[0].params):
+                self.partial = each.partial
 
     # ------------------------------------------------------------------ with communication
 
@@ -323,27 +323,22 @@ class Gradients:
     def _add_partial(self, running: _Running, reduced: Tensor) -> None:
         """Add the earlier gradients, divided so far as those of the reduction that runs, in place: this stream must
         take no memory, and what it reads is held."""
-        if self._partial is None:
+        if self.partial is None:
             return
-        (flat, section), self._partial = self._partial, None
+        (flat, section), self.partial = self.partial, None
         shards = self.bucket.settings.mesh.shard.size
         before, now = (each.division.divisor_so_far(shards) for each in (flat, running.flat))
         self._held.append(section)
         running.flat.add(reduced, flat, section if before == now else section.mul_(before / now))
 
-    def wait(self) -> None:
-        """Wait for the last collective."""
-        running = self._running
-        if running is not None and running.pending is not None:
-            self._running = running._replace(reduced=running.pending.wait(), pending=None)
-
     def _ended(self) -> tuple[_Running, Tensor] | None:
         """The reduction that runs, and its result, after its last collective."""
-        self.wait()
         running = self._running
+        if running is not None and running.pending is not None:
+            running = self._running = running._replace(reduced=running.pending.wait(), pending=None)
         return None if running is None or running.reduced is None else (running, running.reduced)
 
-    def all_reduce(self, comm: Comm) -> None:
+    def all_reduce(self) -> None:
         """Start to reduce over the replicas."""
         ended, replicate = self._ended(), self.bucket.settings.mesh.replicate
         if ended is None:
@@ -353,7 +348,7 @@ class Gradients:
         if replicate is not None:
             flat, op = running.flat, running.flat.division.replicas
             if flat.to_replicas is None:
-                pending = comm.all_reduce(reduced, replicate, op)
+                pending = all_reduce_start(reduced, replicate, op, in_place=True)
             else:
                 pending = flat.to_replicas.all_reduce(reduced, flat.plan.own_views(reduced), replicate, op)
             self._running = running._replace(pending=pending)
@@ -364,13 +359,13 @@ class Gradients:
         if ended is not None:
             running, reduced = ended
             self._add_partial(running, reduced)
-            self._partial = running.flat, reduced
+            self.partial = running.flat, reduced
             self._running = None
 
     def release(self) -> None:
         """Free the packed buffer; and, after the reduction, what it has read."""
         if self._running is None:
-            self._held = []
+            self._held.clear()
         else:
             self._running = self._running._replace(packed=None)
 
@@ -427,14 +422,14 @@ class Gradients:
 
     def hand_over(self) -> bool:
         """Set `.grad` of the sharded parameters; returns whether the next plan has other parameters than this one."""
-        self._held = []
+        self._held.clear()
         running, self._running = self._running, None
         if running is not None and running.reduced is not None:  # also if it is alone, but others of its unit not
             flat = running.flat
             found: list[Tensor | None] = list(flat.plan.own_views(running.reduced))
             for i in self._unreached(running, found):
                 found[i] = None
-            if self._over_replicas:  # the next time, too, other replicas may train what this one has frozen
+            if self.over_replicas:  # the next time, too, other replicas may train what this one has frozen
                 both = zip(flat.params, found, strict=True)
                 self._frozen.update(param for param, grad in both if grad is not None and not param.requires_grad)
         elif self.alone:
@@ -498,7 +493,8 @@ class Gradients:
 
     def discard(self) -> None:
         """Wait for running communication: other ranks wait for it, and later messages must not match it."""
-        running, self._running, self._held = self._running, None, []
+        self._held.clear()
+        running, self._running = self._running, None
         if running is not None and running.pending is not None:
             running.pending.wait()
 
@@ -510,9 +506,9 @@ class Gradients:
         if params.issuperset(self.bucket.params):
             self._frozen.clear()
             self.waiting = False
-            self._partial = None
-        elif self._partial is not None:
-            flat, section = self._partial
+            self.partial = None
+        elif self.partial is not None:
+            flat, section = self.partial
             for i, (param, chunk) in enumerate(zip(flat.params, flat.plan.own_views(section), strict=True)):
                 if param in params:
                     chunk.zero_()

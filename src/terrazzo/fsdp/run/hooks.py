@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from terrazzo._torch.autograd import in_backward, watch_gradient, with_graph
 from terrazzo._torch.compiling import stay_eager
-from terrazzo.fsdp.copied import Copies
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.plan.course import Spot
 from terrazzo.fsdp.plan.state import Event, Phase
 from terrazzo.fsdp.run.root import Root, root_of
 from terrazzo.fsdp.run.unit import Unit
-from terrazzo.fsdp.tree import map_tensors
+from terrazzo.fsdp.tree import Copies, map_tensors
 
 
 def before_forward(group: Group, module: nn.Module, args: Any, kwargs: Any, copies: Copies) -> tuple[Any, Any]:
@@ -63,7 +62,7 @@ def after_forward(group: Group, module: nn.Module, outputs: Any) -> Any:
     outputs, found, watched = _leave(unit, group.settings.precision.output_dtype, hook, outputs)
     if not forward:
         return outputs
-    if course is not None and (watched or root.is_trained(unit)):
+    if course is not None and (watched or root.executor.spec.units[unit.index].trainable):
         course.left_by(unit.index, state.ended)
     returns = announced and not recomputing
     # If no output can have a hook, backward may run without notice, and needs the parameters.

@@ -74,8 +74,8 @@ class Kept:
 
     aliased = False  # a bucket whose shards are its parameters keeps none
 
-    def gather(self, comm: Comm, tag: int) -> Pending[Tensor]:
-        """Start to gather the parts of the smaller mesh's ranks."""
+    def gather(self, comm: Comm, tag: int, in_place: bool) -> Pending[Tensor]:
+        """Start to gather the parts of the smaller mesh's ranks, which is not done in place."""
         part = self._part
         assert part is not None
         with torch.no_grad():

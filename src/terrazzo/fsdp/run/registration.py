@@ -9,9 +9,9 @@ from typing import Any
 
 from terrazzo._torch.modules import parameters_of
 from terrazzo.fsdp.misuse import check_optimizers_again
-from terrazzo.fsdp.parameter import REPLACED, ShardedParameter, mark, unmark_replaced
+from terrazzo.fsdp.parameter import REPLACED, ShardedParameter, mark
 
-_unsharded = attrgetter("unsharded")
+_sharded, _unsharded = attrgetter("sharded"), attrgetter("unsharded")
 
 
 class Shown(Enum):
@@ -31,13 +31,12 @@ class Registration:
         slots = [(i, slot) for i, param in enumerate(params) for slot in param.slots]
         self._direct = [(parameters_of(slot.module), slot.name, i) for i, slot in slots if slot.direct]
         self._indirect = [(slot.module, slot.name, i) for i, slot in slots if not slot.direct]
-        self._sharded = [param.sharded for param in params]
         self.show(Shown.SHARDED)
 
     def show(self, what: Shown, faces: list[Any] | None = None) -> None:
         """Register these; by default the sharded or unsharded parameters."""
         if faces is None:
-            faces = [*map(_unsharded, self._params)] if what is Shown.UNSHARDED else self._sharded
+            faces = [*map(_unsharded if what is Shown.UNSHARDED else _sharded, self._params)]
         self.shown, self._registered = what, faces
         for parameters, name, i in self._direct:
             parameters[name] = faces[i]
@@ -55,13 +54,11 @@ class Registration:
 
     def show_replaced(self) -> None:
         """Register the sharded parameters, of which some are new; an optimizer that has the former ones raises then."""
-        former, self._sharded = self._sharded, [param.sharded for param in self._params]
-        for param, face in zip(self._params, former, strict=True):
+        for param, face in zip(self._params, self._registered, strict=True):
             if face is not param.sharded:
                 mark(face, REPLACED, param.name)
                 check_optimizers_again()
-        for face in self._sharded:
-            unmark_replaced(face)
+            param.sharded.__dict__.pop(REPLACED, None)  # perhaps a module uses it again
         self.show(Shown.SHARDED)
 
 

@@ -19,18 +19,16 @@ from terrazzo.comm.watch import Watch
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.misuse import note_model, remark_on_single_group, remark_on_unsharded_gradients
-from terrazzo.fsdp.plan.course import Course, Spot, any_open
+from terrazzo.fsdp.plan.course import Course, Spot
 from terrazzo.fsdp.plan.operations import Stream
 from terrazzo.fsdp.plan.state import Event, State, Where
 from terrazzo.fsdp.plan.step import Events
 from terrazzo.fsdp.plan.units import Spec, Switches, UnitSpec
 from terrazzo.fsdp.run import forming
 from terrazzo.fsdp.run.backward import Backward
-from terrazzo.fsdp.run.comm import Collectives, OwnComm
 from terrazzo.fsdp.run.executor import Executor, streams_for
 from terrazzo.fsdp.run.forming import differ, form, part, runs_of
 from terrazzo.fsdp.run.memory import free_memory_aside
-from terrazzo.fsdp.run.registration import Shown
 from terrazzo.fsdp.run.streams import Streams
 from terrazzo.fsdp.run.unit import Unit
 
@@ -63,7 +61,6 @@ class Root:
         self._number = number  # among the roots of its process group
         device = groups[0].settings.mesh.device
         streams = streams_for(device)
-        self.has_replicas = any(group.unit.replicated for group in groups)
         self.device = device
         mesh = next((group.settings.mesh for group in groups if group.params), None)
         shard, replicate = (None, None) if mesh is None else (mesh.shard, mesh.replicate)
@@ -74,9 +71,10 @@ class Root:
         self.watch_replicas = Watch(replicate, ranks, streams, Stream.ALL_REDUCE, device)
         modules = [module for group in groups for module in group.modules]
         self.positions = {module: i for i, module in enumerate(modules)}  # the numbers of modules in events
-        self._comm = Collectives(lambda: not self.watch.has_agreed)
         self.executor = Executor(self.watch, self.watch_replicas, streams)
-        self._use({group.unit: _where_now(group) for group in groups})
+        # A former root may have left parameters unsharded.
+        formers = [(group.unit, group.root) for group in groups]
+        self._use({unit: Where.SHARDED if root is None else root.state.where[unit.index] for unit, root in formers})
         self.is_last_backward = True
         self.coalesce_bytes = forming.COALESCE_BYTES
         self._forming: _Forming | None = _Forming.PARTS
@@ -114,7 +112,7 @@ class Root:
         for unit, now in units.items():
             index = numbers[unit.groups[0]]
             where[index] = now
-            unit.belong_to(self._number, index, OwnComm(self._comm, unit.groups[0]), self.streams is not None)
+            unit.belong_to(self._number, index, lambda: not self.watch.has_agreed)
         self.executor.use(units, replace(state, where=tuple(where)))
 
     # ------------------------------------------------------------------ which groups share a unit
@@ -135,7 +133,8 @@ class Root:
         many = [self.groups] if self._forming is _Forming.JOINS else [unit.groups for unit in self.units]
         runs = [run for groups in many for run in runs_of(groups, self.coalesce_bytes)]
         former = [unit for unit in self.units if unit.groups not in runs]
-        if former and (any_open(self._courses_made) or self._holds_gradients(former)):
+        open_now = any(course.left for course in self._courses_made)  # whose backward has not run to its end
+        if former and (open_now or self._holds_gradients(former)):
             return
         for unit in former:
             if self.state.where[unit.index] is not Where.SHARDED:
@@ -174,14 +173,11 @@ class Root:
 
     # ------------------------------------------------------------------ the planner's input
 
-    def changed(self) -> None:
-        """Called when a setting has changed: plans must be made again, and perhaps units."""
-        self._resize()
-        self._part()
-
-    def switched(self) -> None:
-        """Called when a group's `switches` have changed: as `changed`, but sizes are as they were."""
+    def changed(self, *, sizes: bool) -> None:
+        """Called when a setting has changed, and perhaps `sizes`: plans must be made again, and perhaps units."""
         self._stale = True
+        if sizes:
+            self._specs.clear()
         self._part()
 
     def _part(self) -> None:
@@ -217,10 +213,10 @@ class Root:
             name=unit.name,
             modules=len(unit.modules),
             sizes=unit.sizes() if unit.params else None,
-            trainable=unit.trainable,
-            aliased=unit.aliased,
-            alone=unit.alone,
-            replicated=unit.replicated,
+            trainable=any(gradients.plan() is not None for gradients in unit.gradients),
+            aliased=all(bucket.will_alias for bucket in unit.buckets),
+            alone=all(gradients.alone for gradients in unit.gradients),
+            replicated=any(gradients.over_replicas for gradients in unit.gradients),
             keeps_part=bool(group.inner) and any(b.settings.mesh not in group.inner for b in unit.buckets),
             forward_prefetch=_units_of([each.options.forward_prefetch for each in unit.groups]),
             backward_prefetch=_units_of([each.options.backward_prefetch for each in unit.groups]),
@@ -308,8 +304,7 @@ class Root:
     def _show_unsharded(self) -> None:
         """Register the unsharded parameters of units that rest: they are about to be used."""
         for unit in self.units:
-            if unit.registration.shown is Shown.RESTING:
-                unit.show_unsharded()
+            unit.end_rest()
 
     def _rest(self, wanted: Callable[[Unit], bool]) -> None:
         """Register the sharded parameters of `wanted` units that are unsharded, or of which a part is kept.
@@ -378,10 +373,6 @@ class Root:
         """Raise if ranks differ, as far as is known."""
         self.watch.settle(wait=wait)
         self.watch_replicas.settle(wait=wait)
-
-    def is_trained(self, unit: Unit) -> bool:
-        """Whether the unit's gradients are reduced or accumulated."""
-        return self.executor.spec.units[unit.index].trainable
 
     def end_forward(self, failed: bool = False) -> None:
         """Called when the outermost forward has ended."""
@@ -454,11 +445,6 @@ class Root:
             self.recover()
             raise FSDPError(fault)
 
-    @torch.no_grad()
-    def reduce_now(self) -> None:
-        """Reduce accumulated gradients outside of backward."""
-        self.advance((Event.REDUCE,))
-
     def recover(self) -> None:
         """The last backward raised: nothing of it is of use."""
         self.course = self.backward = None
@@ -489,7 +475,7 @@ class Root:
         """Start to gather a group; between steps without others."""
         at_rest = self._is_idle
         if at_rest and len(group.unit.groups) > 1 and not self._courses_made:
-            group.apart = True
+            group.options = replace(group.options, apart=True)
             self._part()
             self.form_units()
         self._unshard(group.unit, at_rest)
@@ -506,8 +492,7 @@ class Root:
         if unit.params and at_rest:
             self.follow(unit)
         self.advance((Event.UNSHARD, unit.index, at_rest))
-        if unit.registration.shown is Shown.RESTING:
-            unit.show_unsharded()
+        unit.end_rest()
 
     def reshard(self, unit: Unit) -> None:
         """Have sharded parameters registered."""
@@ -535,11 +520,6 @@ def _units_of(groups: Sequence[tuple[Group, ...] | None]) -> tuple[int, ...] | N
     return tuple(dict.fromkeys(group.unit.index for each in known for group in each)) if known else None
 
 
-def _where_now(group: Group) -> Where:
-    """The state of a group's parameters, which a former root may have left unsharded."""
-    return Where.SHARDED if group.root is None else group.root.state.where[group.unit.index]
-
-
 def root_of(group: Group) -> Root:
     """The root of a group. A group without one becomes the root of the modules in it."""
     found: Root | None = group.root
@@ -561,9 +541,10 @@ def _become_root(group: Group) -> Root:
                 found.rename(name or type(module).__mro__[2].__name__)  # the original class's name
             groups[id(found)] = found
     own = list(groups.values())
-    formers = _roots_of(own)
-    members, tops = _with_others(own, formers), [group]
-    tops += [top for former in formers for top in former.tops if id(top) not in groups]
+    formers = list(dict.fromkeys(each.root for each in own if each.root is not None))
+    # Models that share modules with this one must have one root together with it.
+    members = list(dict.fromkeys([*own, *[other for former in formers for other in former.groups]]))
+    tops = [group, *[top for former in formers for top in former.tops if id(top) not in groups]]
     for each in members:
         if each.root is not None and each.root.state.in_backward:
             raise FSDPError(f"{each.name!r} cannot become part of a larger model during its backward")
@@ -588,12 +569,3 @@ def _become_root(group: Group) -> Root:
     if len(holding) == 1 and holding[0].settings.mesh.size > 1:
         remark_on_single_group(module, holding[0].unit.sizes().unsharded)
     return root
-
-
-def _roots_of(groups: Sequence[Group]) -> list[Root]:
-    return list(dict.fromkeys(each.root for each in groups if each.root is not None))
-
-
-def _with_others(groups: list[Group], formers: list[Root]) -> list[Group]:
-    """The groups, and those of models that share modules with theirs, which must have one root together."""
-    return list(dict.fromkeys([*groups, *[other for former in formers for other in former.groups]]))

@@ -13,28 +13,30 @@ from terrazzo._torch.groups import allocates, empty_from
 from terrazzo.comm.axis import Axis
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp.meshes import DataMesh
-from terrazzo.fsdp.settings import Options
 
 
 class GroupMemory:
     """Memory that the backend allocates, and sends from without copies, as NCCL does."""
 
+    only_sums = False  # whether reductions there cannot average
+
     def serves(self, axis: Axis, device: torch.device) -> bool:
+        """Whether there is such memory for communication along the axis."""
         return axis.group is not None and allocates(axis.group, device)
 
-    def reduces_from(self, options: Options) -> bool:
-        return True
-
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -> Tensor:
+        """Allocate a buffer."""
         assert axis.group is not None
         return empty_from(axis.group, numel, dtype, device)
 
     def announce(self, tensor: Tensor, axis: Axis) -> None:
-        """Do nothing: the backend knows its memory."""
+        """Called before the buffer is communicated."""
 
 
-class SymmetricMemory:
+class SymmetricMemory(GroupMemory):
     """Memory of a pool whose addresses all ranks have exchanged."""
+
+    only_sums = True
 
     def __init__(self, meshes: Sequence[DataMesh], backend: str) -> None:
         if backend != "NCCL":
@@ -53,29 +55,9 @@ class SymmetricMemory:
     def serves(self, axis: Axis, device: torch.device) -> bool:
         return axis.group is not None
 
-    def reduces_from(self, options: Options) -> bool:
-        return options.force_sum  # NCCL can only sum in symmetric memory
-
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -> Tensor:
         return symmetric.empty(numel, dtype, device)
 
     def announce(self, tensor: Tensor, axis: Axis) -> None:
         assert axis.group is not None
         symmetric.rendezvous(tensor, axis.group.group_name)
-
-
-def refuse_own(options: Options) -> None:
-    """Raise if users communicate in their own way, for which there is no special memory."""
-    own = [
-        name
-        for name, comm in (
-            ("set_custom_all_gather", options.all_gather),
-            ("set_custom_reduce_scatter", options.reduce_scatter),
-        )
-        if comm is not None
-    ]
-    if own:
-        raise FSDPValueError(
-            f"{own[0]} was called on this module, so its communication allocates by itself: allocate the special "
-            "memory there"
-        )

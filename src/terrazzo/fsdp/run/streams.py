@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from terrazzo.comm import wire
-from terrazzo.fsdp.plan.operations import WRITTEN, Kind, Mark, Operation, Stream
-
-_COLLECTIVES = frozenset([Kind.GATHER, Kind.REDUCE, Kind.ALL_REDUCE])  # what starts them
+from terrazzo.fsdp.plan.operations import COLLECTIVES, WRITTEN, Kind, Mark, Operation, Stream
 
 
 class Streams:
@@ -33,7 +31,7 @@ class Streams:
         device, index, marks = self._device, self._index, self._marks
         waits, records = operation.waits, operation.records
         beside = self._beside.get(operation.stream)
-        starts = operation.kind in _COLLECTIVES
+        starts = operation.kind in COLLECTIVES
         if call is not None and beside is None and not waits and records is None:
             return call  # most operations of a rank alone: to ask for the current stream takes microseconds
 

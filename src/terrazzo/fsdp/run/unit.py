@@ -5,11 +5,11 @@ The planner keeps its state and decides when operations run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +22,11 @@ from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.meshes import DataMesh, InnerMesh
 from terrazzo.fsdp.misuse import remark_on_writes
 from terrazzo.fsdp.offload import park_state_of
-from terrazzo.fsdp.parameter import ShardedParameter
+from terrazzo.fsdp.parameter import ShardedParameter, are_alike, check_alike
 from terrazzo.fsdp.plan.units import Sizes
-from terrazzo.fsdp.run.adopting import adopt, are_alike, check_alike
 from terrazzo.fsdp.run.bucket import Bucket
-from terrazzo.fsdp.run.comm import Collectives, Comm
-from terrazzo.fsdp.run.encoded import bucket_of
-from terrazzo.fsdp.run.extended import ExtendedBucket, is_extended
+from terrazzo.fsdp.run.comm import Comm
+from terrazzo.fsdp.run.encoded import ExtendedBucket, bucket_of, is_extended
 from terrazzo.fsdp.run.gradients import Gradients
 from terrazzo.fsdp.run.kept import Kept
 from terrazzo.fsdp.run.registration import Registration, Shown
@@ -39,12 +37,14 @@ from terrazzo.tensor.dtensor import WRITTEN
 _HAVE_MEMORY = (Shown.UNSHARDED, Shown.RESTING)
 
 
-class _Wiring(NamedTuple):
-    """How a unit communicates."""
+def _on_all(stage: Callable[[Gradients], None]) -> Callable[[Unit], None]:
+    """A method that has all gradients of a unit go through a stage of their reduction."""
 
-    tag: int  # the first of its messages
-    comm: Comm
-    waits_at_once: bool
+    def run(unit: Unit) -> None:
+        for gradients in unit.gradients:
+            stage(gradients)
+
+    return run
 
 
 class Unit:
@@ -57,7 +57,7 @@ class Unit:
         self.modules = tuple(module for group in groups for module in group.modules)
         self.params = tuple(param for group in groups for param in group.params)
         self.index = 0  # the number of its first group among those of the root
-        self._wiring = _Wiring(FIRST_TAG, Collectives(), False)
+        self._comm = Comm(first)
         former = {group.unit: None for group in groups if group.unit is not None}
         self._arrange([gradients for unit in former for gradients in unit.gradients])
         self._pending: list[tuple[Bucket | Kept, Pending[Tensor]]] = []
@@ -82,29 +82,26 @@ class Unit:
             mesh, values = meshes.get(param.mesh, param.mesh), param.values
             key = is_extended(values), mesh, values.dtype, values.device.type
             alike.setdefault(key, []).append(param)
-        self.buckets: tuple[Bucket, ...] = tuple(
-            (ExtendedBucket if key[0] else bucket_of)(alike[key], self._settings_on(key[1]), equal)
-            for key in sorted(alike, key=itemgetter(0))
-        )
+        buckets = [bucket_of(alike[key], self._settings_on(key[1]), equal) for key in sorted(alike, key=itemgetter(0))]
         for (extended, mesh, *_), members in alike.items():
             if extended and mesh in self.inner:
                 raise FSDPError(
                     f"parameter {members[0].name!r} is a {type(members[0].sharded._local).__name__}, which cannot be "
                     "kept over some of the ranks: use reshard_after_forward=True or False"
                 )
-        self.gradients = tuple(Gradients(bucket, self.groups[0]) for bucket in self.buckets)
+        self.gradients = tuple(Gradients(bucket, self.groups[0]) for bucket in buckets)
         for gradients in self.gradients:
             gradients.take_over(former)
 
-    def belong_to(self, root: int, index: int, comm: Comm, waits_at_once: bool) -> None:
-        """Take the number of the root, its own place there, and the collectives to use. `waits_at_once` is whether to
-        wait on the stream where a collective was started, not where its result is used."""
+    def belong_to(self, root: int, index: int, careful: Callable[[], bool]) -> None:
+        """Take the number of the root, its own place there, and `careful` of its `Comm`."""
         tag = FIRST_TAG + root % 4096 * (1 << 17) + index % (1 << 13) * 16
-        self.index, self._wiring = index, _Wiring(tag, comm, waits_at_once)
+        self.index, self._comm = index, Comm(self.groups[0], tag, careful)
 
-    def _tag(self, i: int) -> int:
-        """The tag of a bucket's gather; the next one is that of its reduction."""
-        return self._wiring.tag + i % 8 * 2
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The memory of its parameters: a bucket for each mesh and dtype."""
+        return [gradients.bucket for gradients in self.gradients]
 
     @property
     def name(self) -> str:
@@ -129,31 +126,10 @@ class Unit:
     # ------------------------------------------------------------------ sizes
 
     @property
-    def replicated(self) -> bool:
-        """Whether gradients are also reduced over replicas."""
-        found = [bucket.settings.mesh.replicate for bucket in self.buckets]
-        return any(replicate is not None and replicate.size > 1 for replicate in found)
-
-    @property
-    def aliased(self) -> bool:
-        """Whether the unsharded parameters are the shards."""
-        return all(bucket.will_alias for bucket in self.buckets)
-
-    @property
-    def trainable(self) -> bool:
-        """Whether parameters require gradients, or frozen ones may have some of earlier backwards."""
-        return any(gradients.plan() is not None for gradients in self.gradients)
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other rank reduces gradients with this one."""
-        return all(gradients.alone for gradients in self.gradients)
-
-    @property
     def in_place(self) -> bool:
         """Whether it is gathered directly into the unsharded parameters."""
         usual = bool(self.buckets) and self.groups[0].options.usual
-        return usual and all(bucket.in_place() is not None for bucket in self.buckets)
+        return usual and all(bucket.in_place is not None for bucket in self.buckets)
 
     def sizes(self) -> Sizes:
         """The sizes for the planner and for reports."""
@@ -170,11 +146,6 @@ class Unit:
     def epoch(self) -> int:
         """A number that increases with every write to the shards."""
         return sum(bucket.epoch for bucket in self.buckets)
-
-    def move_epoch(self) -> None:
-        """Count a write to the shards that PyTorch's version counters do not count."""
-        for bucket in self.buckets:
-            bucket.move_epoch()
 
     def note_step(self, ids: Set[int]) -> None:
         """Count the writes of an optimizer to the shards with these ids."""
@@ -194,7 +165,7 @@ class Unit:
         """
         if replaced:
             for i, one in replaced.items():
-                adopt(self.params[i], one, partly)
+                self.params[i].adopt(one, partly)
             self.registration.show_replaced()
         found = [bucket for bucket in self.buckets if replaced or not bucket.shards_intact()]
         if found:
@@ -204,12 +175,12 @@ class Unit:
                 for param in bucket.params:
                     param.place_again()
                 for group in self.groups:
-                    check_alike([param for param in bucket.params if param in group.params], bucket.settings)
-            if all(are_alike(bucket.params) for bucket in found):
+                    check_alike([p for p in bucket.params if p in group.params], bucket.settings.rest_device)
+            if all(bucket.suits_shards() for bucket in found):
                 for bucket in found:
                     bucket.rebuild()
-            else:  # one of the groups has another dtype now
-                self._arrange(self.gradients)
+            elif not partly or all(are_alike(bucket.params) for bucket in self.buckets):
+                self._arrange(self.gradients)  # one of the groups has another dtype or device now
         changed = bool(found)
         changed |= self.follow_flags()
         if not self._prepared and not partly:
@@ -246,20 +217,26 @@ class Unit:
                 if param in gradients.bucket.params:
                     gradients.note_frozen(param, in_backward)
 
-    def save_writes(self, *, quick: bool = False) -> list[str]:
+    def save_writes(self) -> list[str]:
         """Copy to the shards what users have written to unsharded parameters; returns these parameters' names.
 
-        Shards that were written after they were gathered are newer, and stay as they are. With `quick`, it is first
-        asked whether there may be anything to do, as there hardly ever is.
+        Shards that were written after they were gathered are newer, and stay as they are.
         """
         if self.registration.shown not in _HAVE_MEMORY:
             return []
-        if quick and not any(bucket.is_touched() for bucket in self.buckets):
+        touched = [bucket for bucket in self.buckets if bucket.is_touched()]
+        if not touched:  # nearly always
             return []
         current = self.epoch in (self.gathered_epoch, self._saved_epoch)
-        saved = [name for bucket in self.buckets for name in bucket.save_writes(current)]
+        saved = [name for bucket in touched for name in bucket.save_writes(current)]
         if saved:
             self._saved_epoch = self.epoch
+        return saved
+
+    def _save_writes_in_step(self) -> list[str]:
+        saved = self.save_writes()
+        if saved:
+            self._remarked.update(remark_on_writes(saved, self._remarked))
         return saved
 
     def _prepare(self) -> None:
@@ -311,23 +288,16 @@ class Unit:
             for bucket in self.buckets:
                 if not bucket.aliased:
                     bucket.count_new_values()
-        if self.in_place:
-            self._pending = [(bucket, bucket.gather_in_place(self._tag(i))) for i, bucket in enumerate(self.buckets)]
-        else:
-            self._gather_from(self.buckets)
+        self._gather_from(self.buckets, self.in_place)
 
     def gather_kept(self) -> None:
         """Start to gather the kept parts over smaller meshes, and the shards of parameters without one."""
         both = zip(self.buckets, self._kept, strict=True)
         self._gather_from([bucket if kept is None else kept for bucket, kept in both])
 
-    def _gather_from(self, sources: Sequence[Bucket | Kept]) -> None:
-        comm = self._wiring.comm
-        numbered = enumerate(sources)
-        self._pending = [(each, each.gather(comm, self._tag(i))) for i, each in numbered if not each.aliased]
-        if self._wiring.waits_at_once:
-            for _, one in self._pending:
-                one.wait()
+    def _gather_from(self, sources: Sequence[Bucket | Kept], in_place: bool = False) -> None:
+        comm, numbered = self._comm, enumerate(sources)
+        self._pending = [(each, each.gather(comm, comm.tag(i), in_place)) for i, each in numbered if not each.aliased]
 
     def copy_out(self) -> None:
         """Wait for the gather, fill the unsharded parameters, and register them."""
@@ -340,11 +310,12 @@ class Unit:
             source.receive(pending)
         self._pending = []
         self._drop_kept()
-        self.show_unsharded()
-
-    def show_unsharded(self) -> None:
-        """Register the unsharded parameters."""
         self.registration.show(Shown.UNSHARDED)
+
+    def end_rest(self) -> None:
+        """Register the unsharded parameters of a unit that rests."""
+        if self.resting:
+            self.registration.show(Shown.UNSHARDED)
 
     def rest(self) -> None:
         """Register the sharded parameters until the next use, and keep the memory of the others: of the unsharded ones,
@@ -373,9 +344,7 @@ class Unit:
     def free(self) -> bool:
         """Free the unsharded parameters' memory, and register the sharded ones; returns whether shards may have been
         written to."""
-        saved = self.save_writes(quick=True)
-        if saved:
-            self._remarked.update(remark_on_writes(saved, self._remarked))
+        saved = self._save_writes_in_step()
         self._free()
         return bool(saved or self._kept)  # perhaps it was written to before a part was kept
 
@@ -397,9 +366,7 @@ class Unit:
 
     def keep(self) -> None:
         """Keep this rank's parts over smaller meshes, and free the rest."""
-        saved = self.save_writes(quick=True)
-        if saved:
-            self._remarked.update(remark_on_writes(saved, self._remarked))
+        self._save_writes_in_step()
         if not self._kept:
             found = self._inner_of_buckets()
             self._kept = [None if inner is None else Kept(bucket, inner) for bucket, inner in found]
@@ -448,52 +415,26 @@ class Unit:
 
     def has_partial(self) -> bool:
         """Whether there are gradients that are reduced over the shards, and not yet over the replicas."""
-        return any(gradients.has_partial for gradients in self.gradients)
+        return any(gradients.partial is not None for gradients in self.gradients)
 
     def abandon(self, group: Group) -> None:
         """Drop the gradients of a group that are not reduced yet."""
         for gradients in self.gradients:
             gradients.abandon(set(group.params))
 
-    def accumulate(self) -> None:
-        for gradients in self.gradients:
-            gradients.accumulate()
-
-    def pack(self) -> None:
-        for gradients in self.gradients:
-            gradients.pack()
-
     def reduce(self) -> None:
+        """Start the reduce-scatter."""
         for i, gradients in enumerate(self.gradients):
-            gradients.reduce(self._wiring.comm, self._tag(i) + 1)
-            if self._wiring.waits_at_once:
-                gradients.wait()
+            gradients.reduce(self._comm, self._comm.tag(i) + 1)
 
-    def all_reduce(self) -> None:
-        for gradients in self.gradients:
-            gradients.all_reduce(self._wiring.comm)
-            if self._wiring.waits_at_once:
-                gradients.wait()
-
-    def store(self) -> None:
-        for gradients in self.gradients:
-            gradients.store()
-
-    def release(self) -> None:
-        for gradients in self.gradients:
-            gradients.release()
-
-    def finish(self) -> None:
-        for gradients in self.gradients:
-            gradients.finish()
+    accumulate, pack, all_reduce = map(_on_all, (Gradients.accumulate, Gradients.pack, Gradients.all_reduce))
+    store, release, finish = map(_on_all, (Gradients.store, Gradients.release, Gradients.finish))
+    settle = _on_all(Gradients.settle)
 
     def hand_over(self) -> None:
+        """Set `.grad` of the sharded parameters."""
         for gradients in self.gradients:
             self._flags_changed |= gradients.hand_over()
-
-    def settle(self) -> None:
-        for gradients in self.gradients:
-            gradients.settle()
 
     # ------------------------------------------------------------------ after a failure
 
