@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
+from terrazzo._torch.modules import children_of
 from terrazzo.comm.axis import axis_beside
 from terrazzo.errors import FSDPError, FSDPTypeError, FSDPValueError
 from terrazzo.fsdp.group import Group, group_of
@@ -436,7 +437,7 @@ def _groups(module: Any, recurse: bool) -> list[Group]:
         return [_group(module)]
     known, inside = {module}, [module]
     for each in inside:  # as modules(), which takes three times as long: programs call setters for every micro-batch
-        for child in each._modules.values():
+        for child in children_of(each).values():
             if child is not None and child not in known:
                 known.add(child)
                 inside.append(child)
