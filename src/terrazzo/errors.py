@@ -278,6 +278,12 @@ class CheckpointIndexError(CheckpointError, IndexError, ValueError):
     """
 
 
+class CheckpointNameError(CheckpointError, KeyError):
+    """A name that a checkpoint does not have."""
+
+    __str__ = Exception.__str__  # KeyError would show the repr of its argument
+
+
 class CheckpointValueError(CheckpointError, ValueError):
     """An argument that a function of checkpoints does not accept."""
 
@@ -331,8 +337,7 @@ class LossScaleError(EngineError, FloatingPointError):
 class StateNameError(EngineError, KeyError):
     """The client state of a checkpoint uses names that the engine uses itself."""
 
-    def __str__(self) -> str:  # KeyError would show the repr of its argument
-        return str(self.args[0])
+    __str__ = Exception.__str__  # KeyError would show the repr of its argument
 
 
 # ------------------------------------------------------------------ starting runs

@@ -171,7 +171,7 @@ class _ObjectsPlanner(DefaultLoadPlanner):
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__()
-        self._objects = list(_objects(given, ()))
+        self._objects = list(_objects(given, ())) if isinstance(given, Mapping) else []
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
+
+from terrazzo.errors import UnsupportedValueError
 
 
 @runtime_checkable
@@ -34,6 +36,8 @@ def resolve_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
     `state_dict()` may communicate, so the objects are called in the order of their keys, which is the same on all ranks
     even if their dicts have different orders.
     """
+    if not isinstance(state_dict, Mapping):
+        raise UnsupportedValueError(f"a state is a dict of names and values, not {type(state_dict).__name__}")
     resolved: dict[str, Any] = dict.fromkeys(state_dict)
     for key in _in_order(state_dict):
         value = state_dict[key]

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.groups import default_group, is_alive, seen_from, when_destroyed
 from terrazzo.comm.simulated import real_values
-from terrazzo.errors import CommError
+from terrazzo.errors import CommError, DTensorTypeError
 from terrazzo.layout.transition import plan_transition
 
 MeshAsData: TypeAlias = tuple[str, Any, tuple[str, ...] | None]
@@ -59,6 +59,8 @@ when_groups_end(plan_transition.cache_clear)  # layouts hold meshes
 
 def canonical_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The first known mesh that equals `mesh` and whose process groups are alive."""
+    if not isinstance(mesh, DeviceMesh):
+        raise DTensorTypeError(f"a mesh is a DeviceMesh, not {mesh!r}: make one with init_device_mesh")
     _forget_dead()
     if any(mesh is seen for seen in _without_group.values()):
         return mesh

@@ -7,25 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import msgspec
 from msgspec import inspect
 
+from terrazzo._meant import meant
+
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$")
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$")
 _STEP = re.compile(r"\.([^.\[]+)|(\[[^\]]*\])")
-
-
-def meant(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The end of a message about a name that is not known: which one it may be, else `otherwise`.
-
-    >>> meant("bf_16", ["bf16", "fp16"])
-    '; did you mean bf16?'
-    """
-    close = get_close_matches(name, list(known), 1)
-    return f"; did you mean {close[0]}?" if close else otherwise
 
 
 def convert(given: Any, kind: type[Any], also: Sequence[str] = ()) -> Any:

@@ -133,8 +133,8 @@ def _check_arguments(modules: list[nn.Module], reshard_after_forward: Any) -> No
             raise FSDPValueError(f"fully_shard expected an nn.Module or a list of them, not {type(module).__name__}")
         if isinstance(module, FSDPModule):
             raise FSDPValueError(
-                f"fully_shard was called twice on the same {type(module).__name__}: each distinct composable "
-                "distributed API can only be applied to a module once"
+                f"fully_shard was called twice on the same {type(module).__name__}. Each distinct composable "
+                "distributed API can only be applied to a module once."
             )
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
             raise FSDPValueError(

@@ -24,7 +24,7 @@ from terrazzo.comm.alone import initialise, is_launched
 from terrazzo.comm.axis import Axis, axis_of, axis_over
 from terrazzo.comm.mesh import ranks_of, when_groups_end
 from terrazzo.comm.simulated import real_values
-from terrazzo.errors import FSDPError, FSDPValueError
+from terrazzo.errors import FSDPError, FSDPTypeError, FSDPValueError
 from terrazzo.layout import Layout, Placement, Replicate, Shard
 
 _REPLICATE = Replicate()
@@ -115,6 +115,8 @@ class DataMesh:
         if dims is not None:
             return _named_part(mesh, dims)
         mesh = _default_mesh() if mesh is None else mesh
+        if not isinstance(mesh, DeviceMesh):
+            raise FSDPTypeError(f"fully_shard's mesh is a DeviceMesh, not {mesh!r}: make one with init_device_mesh")
         if mesh.ndim not in (1, 2):
             raise FSDPValueError(
                 f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: one of 1 dim shards, one of 2 dims "

@@ -25,9 +25,9 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import broadcast, scatter
 from terrazzo.errors import DTensorArgumentError, DTensorError, ParallelPlanError
 from terrazzo.layout import Layout, Placement, Replicate, Shard
-from terrazzo.tensor.convert import current_mesh
+from terrazzo.tensor.convert import current_mesh, placements_on
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.foreign import refuse_subclass, refuse_torch_dtensor
+from terrazzo.tensor.foreign import check_plain, refuse_subclass
 from terrazzo.tensor.redistribute import redistribute_local
 
 
@@ -51,7 +51,7 @@ def distribute_tensor(
         src_data_rank: The position on each mesh dimension of the rank whose values are used, or None.
     """
     mesh = current_mesh(device_mesh)
-    placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
+    placed = placements_on(mesh, placements)
     if isinstance(tensor, DTensor):
         if tensor.device_mesh != mesh:
             raise DTensorArgumentError(
@@ -64,7 +64,7 @@ def distribute_tensor(
                 f"list, {list(placed)}: use tensor.redistribute(placements=...)"
             )
         return tensor
-    refuse_torch_dtensor("distribute_tensor", tensor)
+    check_plain("distribute_tensor", tensor)
     if not tensor.is_leaf:
         raise DTensorError(
             "distribute_tensor can only distribute leaf tensors, but this one has a grad_fn: use "

@@ -19,14 +19,14 @@ from terrazzo.comm.collectives import all_gather, broadcast
 from terrazzo.comm.mesh import canonical_mesh
 from terrazzo.comm.observe import origin
 from terrazzo.comm.simulated import is_simulated
-from terrazzo.errors import DTensorArgumentError, DTensorError, PlacementsError
+from terrazzo.errors import DTensorArgumentError, DTensorError, DTensorTypeError, PlacementsError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, plan_transition
 from terrazzo.layout.chunk import ChunkStorageMetadata
 from terrazzo.layout.placement import CUTS, check_placement
 from terrazzo.layout.transition import LOCAL_STEPS, Step
 from terrazzo.tensor.cross_mesh import redistribute_across
 from terrazzo.tensor.dtensor import DTensor, gradient_layout, sums_only, wrap
-from terrazzo.tensor.foreign import refuse_torch_dtensor
+from terrazzo.tensor.foreign import check_plain
 from terrazzo.tensor.links import links
 from terrazzo.tensor.policy import asked_for, describing
 from terrazzo.tensor.redistribute import Gathered, gathered_from, redistribute_local, run_step, start_step
@@ -43,6 +43,16 @@ def current_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     return canonical_mesh(mesh)
 
 
+def placements_on(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple[Placement, ...]:
+    """The placements as a tuple; None replicates."""
+    if isinstance(placements, Placement):
+        raise DTensorTypeError(
+            f"placements are a list with one for each of the {mesh.ndim} dims of the mesh, not {placements!r}: write "
+            f"[{placements!r}]"
+        )
+    return (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
+
+
 def from_local(
     local: torch.Tensor,
     mesh: DeviceMesh | None,
@@ -56,11 +66,11 @@ def from_local(
         raise DTensorError(
             "from_local takes this rank's plain tensor, got a DTensor: use redistribute to change its placements"
         )
-    refuse_torch_dtensor("from_local", local)
+    check_plain("from_local", local)
     if local.layout is not torch.strided:
         raise DTensorError(f"a DTensor holds strided tensors, not {local.layout}: use local_tensor.to_dense()")
     mesh = current_mesh(mesh)
-    placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
+    placed = placements_on(mesh, placements)
     if local.device.type != mesh.device_type and local.device.type != "meta":
         local = local.to(mesh.device_type)
     if shape is None:
@@ -253,8 +263,7 @@ def _redistribute_as(
             "redistribute: forward_dtype and backward_dtype cannot be used with another mesh; convert the tensor with "
             ".to(dtype) before moving it there"
         )
-    placed = (Replicate(),) * len(src.placements) if placements is None else tuple(placements)
-    dst = Layout.of(src.mesh, placed, src.shape, order)
+    dst = Layout.of(src.mesh, placements_on(src.mesh, placements), src.shape, order)
     # Terms of other reductions than sums have other gradients than the tensor, so they are made and reduced apart.
     if not sums_only(src):
         local, src = redistribute_local(local, src, src.dual), src.dual
@@ -272,10 +281,9 @@ def _redistribute(
 ) -> DTensor:
     src = tensor._layout
     if mesh is not None and (mesh := canonical_mesh(mesh)) is not src.mesh:
-        placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
+        placed = placements_on(mesh, placements)
         return redistribute_across(tensor, Layout.of(mesh, placed, src.shape, order))
-    placed = (Replicate(),) * len(src.placements) if placements is None else tuple(placements)
-    dst = Layout.of(src.mesh, placed, src.shape, order)
+    dst = Layout.of(src.mesh, placements_on(src.mesh, placements), src.shape, order)
     if dst is src:
         local = tensor._local
         return wrap(local.view_as(local) if local.requires_grad else local, dst)

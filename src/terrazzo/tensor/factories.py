@@ -10,9 +10,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.errors import DTensorArgumentError
-from terrazzo.layout import Layout, Placement, Replicate
+from terrazzo.layout import Layout, Placement
 from terrazzo.tensor import random
-from terrazzo.tensor.convert import current_mesh
+from terrazzo.tensor.convert import current_mesh, placements_on
 from terrazzo.tensor.dtensor import DTensor, wrap
 
 
@@ -34,7 +34,7 @@ def _make(
     if layout is not torch.strided:
         raise DTensorArgumentError(f"DTensors are strided: layout={layout} is not supported")
     mesh = current_mesh(device_mesh)
-    placed = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
+    placed = placements_on(mesh, placements)
     described = Layout.of(mesh, placed, shape)
     local = fill(described, dtype or torch.get_default_dtype())
     return wrap(local, described).requires_grad_(requires_grad)

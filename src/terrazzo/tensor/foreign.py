@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from terrazzo.comm.wrapped import is_wrapper, why_not_sent
-from terrazzo.errors import DTensorArgumentError
+from terrazzo.errors import DTensorArgumentError, DTensorTypeError
 
 
 def is_torch_dtensor(kind: type) -> bool:
@@ -15,8 +15,10 @@ def is_torch_dtensor(kind: type) -> bool:
     return any(c.__name__ == "DTensor" and c.__module__.startswith("torch.distributed.tensor") for c in kind.__mro__)
 
 
-def refuse_torch_dtensor(function: str, value: Any) -> None:
-    """Raise if `value` is PyTorch's DTensor: treated as a plain tensor, its global shape would be sharded again."""
+def check_plain(function: str, value: Any) -> None:
+    """Raise if `value` is no tensor, or PyTorch's DTensor, whose global shape would be sharded again."""
+    if not isinstance(value, torch.Tensor):
+        raise DTensorTypeError(f"{function} takes a tensor, not {type(value).__name__}")
     if is_torch_dtensor(type(value)):
         raise DTensorArgumentError(
             f"{function} got a DTensor of torch.distributed.tensor, which terrazzo cannot use: create all DTensors "

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from terrazzo._meant import meant
 from terrazzo._torch.groups import default_group, device_types
 from terrazzo.checkpoint.metadata import (
     STATE_DICT_TYPE,
@@ -36,6 +37,7 @@ from terrazzo.checkpoint.torch_api.items import items_of, value_item
 from terrazzo.errors import CheckpointError, CheckpointMismatchError, TerrazzoError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
+_COMPARED = 3  # names that are compared with all stored ones
 _NAMED = 50
 # A subclass that changes one of these sees items, or makes other ones.
 _SEES_ITEMS: Final = (
@@ -227,7 +229,11 @@ class DefaultLoadPlanner(LoadPlanner):
         self.missing = tuple(faults.missing)
         missing = () if self.allow_partial_load else faults.missing
         # In brackets what PyTorch says, which programs look for.
-        lines = [f"{name}: not in the checkpoint (Missing key in checkpoint state_dict: {name}.)" for name in missing]
+        lines = [
+            f"{name}: not in the checkpoint (Missing key in checkpoint state_dict: {name}.)"
+            f"{meant(name, stored) if number < _COMPARED else ''}"
+            for number, name in enumerate(missing)
+        ]
         lines += faults.mismatched
         if lines:
             more = f"\n  and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""

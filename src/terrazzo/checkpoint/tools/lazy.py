@@ -15,8 +15,9 @@ from typing import Any, Final
 
 import torch
 
+from terrazzo._meant import meant
 from terrazzo.checkpoint.listing import Listed, Listing, corner, in_order
-from terrazzo.checkpoint.metadata import Metadata, TensorStorageMetadata
+from terrazzo.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 from terrazzo.checkpoint.native.contents import StoredPlaces
 from terrazzo.checkpoint.native.dtypes import listed
 from terrazzo.checkpoint.native.listing import about_save
@@ -27,7 +28,7 @@ from terrazzo.checkpoint.run.locate import reader_for, usable_reader
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.checkpoint.torch_api.readers import Boxes
-from terrazzo.errors import CheckpointIndexError
+from terrazzo.errors import CheckpointIndexError, CheckpointNameError
 from terrazzo.layout.box import Box
 from terrazzo.layout.drawing import table_html
 
@@ -68,13 +69,19 @@ class Checkpoint(Mapping[str, Any]):
 
     def tensor(self, name: str) -> LazyTensor | None:
         """The tensor of this name, without reading anything; None if the value is not a tensor."""
-        entry = self.metadata.state_dict_metadata[name]
+        entry = self._entry(name)
         return LazyTensor(self, name, entry) if isinstance(entry, TensorStorageMetadata) else None
 
     def nbytes(self, name: str) -> int:
         """The bytes of a tensor; 0 for a value that is not one."""
-        entry = self.metadata.state_dict_metadata[name]
+        entry = self._entry(name)
         return entry.size.numel() * entry.properties.dtype.itemsize if isinstance(entry, TensorStorageMetadata) else 0
+
+    def _entry(self, name: str) -> STORAGE_TYPES:
+        entries = self.metadata.state_dict_metadata
+        if name not in entries:
+            raise CheckpointNameError(f"the checkpoint has no {name!r}{meant(name, entries)}")
+        return entries[name]
 
     def total_bytes(self, names: Container[str] | None = None) -> int:
         """The bytes of all tensors together, or of those with these names.

@@ -1,0 +1,74 @@
+"""Arguments of another kind than asked for, and names that are nearly right: what was given, and what to write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ranks import run_ranks
+from terrazzo.checkpoint import Checkpoint, load, save
+from terrazzo.errors import (
+    CheckpointMismatchError,
+    CheckpointNameError,
+    DTensorTypeError,
+    FSDPTypeError,
+    UnsupportedValueError,
+)
+from terrazzo.fsdp import fully_shard
+from terrazzo.tensor import DTensor, Shard, distribute_module, distribute_tensor, init_device_mesh, rand, zeros
+
+
+def check_meshes_and_placements() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    x = torch.ones(2)
+    for call in (
+        lambda: distribute_tensor(x, "cpu", [Shard(0)]),
+        lambda: distribute_tensor(x, [0, 1], [Shard(0)]),
+        lambda: distribute_tensor(x, mesh, [Shard(0)]).redistribute("cpu", [Shard(0)]),
+        lambda: DTensor.from_local(x, "cpu", [Shard(0)]),
+        lambda: distribute_module(torch.nn.Linear(2, 2), "cpu"),
+        lambda: rand(2, device_mesh="cpu", placements=[Shard(0)]),
+    ):
+        with pytest.raises(DTensorTypeError, match=r"a mesh is a DeviceMesh, not .*init_device_mesh"):
+            call()
+    with pytest.raises(FSDPTypeError, match="mesh is a DeviceMesh, not 'cpu'"):
+        fully_shard(torch.nn.Linear(2, 2), mesh="cpu")
+    for call in (
+        lambda: distribute_tensor(x, mesh, Shard(0)),
+        lambda: distribute_tensor(x, mesh, [Shard(0)]).redistribute(mesh, Shard(0)),
+        lambda: DTensor.from_local(x, mesh, Shard(0)),
+        lambda: zeros(2, device_mesh=mesh, placements=Shard(0)),
+    ):
+        with pytest.raises(DTensorTypeError, match=r"write \[Shard\(dim=0\)\]"):
+            call()
+    for call in (
+        lambda: distribute_tensor([1.0], mesh, [Shard(0)]),
+        lambda: DTensor.from_local([1.0], mesh, [Shard(0)]),
+    ):
+        with pytest.raises(DTensorTypeError, match="takes a tensor, not list"):
+            call()
+
+
+def test_meshes_and_placements() -> None:
+    run_ranks(1, check_meshes_and_placements)
+
+
+def test_states_and_names(tmp_path: Path) -> None:
+    save({"model.w": torch.ones(2), "step": 3}, checkpoint_id=tmp_path / "a", no_dist=True)
+    for state in ([1], 3):
+        with pytest.raises(UnsupportedValueError, match=f"a state is a dict .*, not {type(state).__name__}"):
+            save(state, checkpoint_id=tmp_path / "b", no_dist=True)
+        with pytest.raises(UnsupportedValueError, match=f"a state is a dict .*, not {type(state).__name__}"):
+            load(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert not (tmp_path / "b" / "manifest.terrazzo").exists()
+    checkpoint = Checkpoint(tmp_path / "a")
+    for look in (checkpoint.__getitem__, checkpoint.tensor, checkpoint.nbytes):
+        with pytest.raises(KeyError) as found:
+            look("modle.w")
+        assert isinstance(found.value, CheckpointNameError)
+        assert str(found.value) == "the checkpoint has no 'modle.w'; did you mean model.w?"
+    assert checkpoint.get("absent", 5) == 5
+    with pytest.raises(CheckpointMismatchError, match=r"modle\.w: not in .*did you mean model\.w\?"):
+        load({"modle.w": torch.ones(2)}, checkpoint_id=tmp_path / "a", no_dist=True)
