@@ -15,7 +15,7 @@ import terrazzo.deepspeed as deepspeed
 from engine.deepspeed_cases import deepspeed_is_installed
 from engine.runs import averaged, batches, config, loss_of, make_model, train_plainly
 from ranks import device_type, run_ranks
-from terrazzo.engine import placing
+from terrazzo.comm import alone
 from terrazzo.errors import EngineConfigError, EngineError, EngineValueError
 from terrazzo.tensor import DTensor
 
@@ -364,7 +364,7 @@ def test_process_groups_have_a_backend_for_the_cpu_too(monkeypatch):
     for wanted in (None, "nccl", "gloo", "cpu:gloo,cuda:nccl"):
         deepspeed.init_distributed(wanted)
     assert started == ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl", "gloo", "cpu:gloo,cuda:nccl"]
-    placing._initialise()  # by the engine
+    alone.initialise()  # by the engine
     assert started[-1] == "cpu:gloo,cuda:nccl"
 
 

@@ -44,7 +44,7 @@ def trained(folder: str, stage: int) -> dict[str, Tensor]:
         engine.step()
         engine.save_checkpoint(folder, tag=f"step{step}")
     whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value
-             for name, value in engine.module_state_dict().items()}  # fmt: skip
+             for name, value in engine.core.module_state_dict().items()}  # fmt: skip
     return {name: value.clone() for name, value in whole.items()}
 
 

@@ -9,8 +9,8 @@ from torch import nn
 import terrazzo
 from engine.runs import Model, averaged, batches, config, engine_of, loss_of, make_model, train, train_plainly, weights
 from ranks import device_type, run_ranks
+from terrazzo.comm.alone import backends
 from terrazzo.engine import initialize
-from terrazzo.engine.placing import backends
 from terrazzo.errors import EngineConfigError, EngineError
 from terrazzo.fsdp import offload
 

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
+import typing_extensions
 from torch import nn
 
 import terrazzo
@@ -456,6 +457,16 @@ def test_a_finalizer_of_what_the_program_makes_is_part_of_it(interrupts):
 
     with pytest.raises(CaptureError, match="it changes EVENTS"):
         terrazzo.compile(program, backend="aot_eager", fullgraph=True)(torch.ones(2))
+
+
+def test_what_pytorch_runs_is_no_part_of_a_program():
+    """Its modules are imported when they are first needed, and make types with `typing_extensions`."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        typing_extensions.TypedDict("Made", {"scale": int})
+        return x * 2
+
+    assert terrazzo.compile(program, backend="aot_eager", fullgraph=True)(torch.ones(2)).tolist() == [2.0, 2.0]
 
 
 class Caching:

@@ -48,7 +48,11 @@ def initialise_alone(backend: str, **options: Any) -> None:
 
 
 def init_device_mesh(
-    device_type: str, mesh_shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...] | None = None, **options: Any
+    device_type: str,
+    mesh_shape: tuple[int, ...],
+    *,
+    mesh_dim_names: tuple[str, ...] | None = None,
+    backend_override: dict[int | str, Any] | None = None,
 ) -> DeviceMesh:
     """PyTorch's `init_device_mesh`; in a process without a launcher and a process group, one of one rank is made.
 
@@ -59,7 +63,7 @@ def init_device_mesh(
         device_type: As "cpu" or "cuda", without an index.
         mesh_shape: How many ranks each mesh dim has.
         mesh_dim_names: A name for each mesh dim.
-        options: PyTorch's others, as `backend_override`.
+        backend_override: The backend of a mesh dim, or its options, or both, by its index or name.
     """
     if not dist.is_initialized() and not is_launched():
         ranks = math.prod(mesh_shape)
@@ -69,7 +73,8 @@ def init_device_mesh(
                 f"it is alone: start it with torchrun --nproc-per-node {ranks}, or make a mesh of one rank"
             )
         initialise_alone(backends())
-    return mesh_of_all_ranks(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, **options)
+    more: dict[str, Any] = {} if backend_override is None else {"backend_override": backend_override}
+    return mesh_of_all_ranks(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, **more)
 
 
 def backends(wanted: str | None = None) -> str:

@@ -39,8 +39,10 @@ from torch.autograd import Function
 from terrazzo.graphs.values import has_data
 
 SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
-# Their functions are not searched; with the last two PyTorch computes sizes.
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "terrazzo", "sympy", "mpmath"}
+# Their functions are not searched; the last four are what PyTorch runs, for sizes, types and the order of products.
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {
+    *("torch", "terrazzo", "sympy", "mpmath", "typing_extensions", "opt_einsum")
+}
 _TABLES = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
