@@ -58,6 +58,13 @@ def test_ls_of_names_that_are_not_there(path: str, options: list[str]) -> None:
     assert run("ls", str(Path(path, "empty")), *options).exit_code == 0
 
 
+def test_names_that_are_nearly_right(path: str) -> None:
+    found = run("show", path, "modle.layers.2.w")
+    assert found.exit_code == 2 and "did you mean model.layers.2.w?" in " ".join(found.output.split())
+    found = run("verfy", path)
+    assert found.exit_code == 2 and "no command 'verfy'; did you mean verify?" in " ".join(found.output.split())
+
+
 def test_ls_of_a_run(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, keep=KeepLast(1) | KeepEvery(20), best="loss") as manager:
         for step, loss in ((10, 0.5), (20, 0.25), (30, 4.0), (40, float("nan"))):

@@ -112,10 +112,12 @@ def test_a_run(tmp_path, monkeypatch):
         (("one", "--mesh", "4"), "layout of its own"),
         (("one", "two", "three"), "3 checkpoints"),
         (("one", "--perfetto", "x.json"), "these are none"),
-        (("--mesh", "x"), "not a dim of a mesh"),
+        (("--mesh", "x", "--shape", "4"), "not a dim of a mesh"),
+        (("--mesh", "4"), "add --shape"),
+        (("one", "--shape", "4"), "add its --mesh"),
         (("--mesh", "4", "--shape", "4", "--placements", "S(0),R"), "2 placements"),
         (("--mesh", "4", "--shape", "4", "--placements", "S(1)"), "does not exist"),
-        (("--mesh", "4", "--dtype", "nn"), "no dtype"),
+        (("--mesh", "4", "--shape", "4", "--dtype", "nn"), "no dtype"),
     ],
 )
 def test_what_cannot_be_shown(arguments, told, tmp_path, monkeypatch):

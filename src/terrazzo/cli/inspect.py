@@ -5,7 +5,7 @@ They answer without PyTorch where the checkpoint is of terrazzo's own format; `d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
 from itertools import islice
 from typing import Annotated, Any
@@ -16,6 +16,7 @@ from rich.pretty import pretty_repr
 from rich.table import Table
 from rich.text import Text
 
+from terrazzo._meant import meant
 from terrazzo.checkpoint.listing import Listed, Listing, in_order
 from terrazzo.checkpoint.manager.records import VALUE as MANAGERS_RECORD
 from terrazzo.checkpoint.manager.records import steps_at
@@ -214,10 +215,10 @@ def _known_to_be_equal(one: Listing, other: Listing, wanted: Callable[[str], boo
     return all(name in mine and mine[name] == others.get(name) for name in names)
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
-    """Names of which `name` is a part, for an error message."""
+def _hint(name: str, known: Collection[str]) -> str:
+    """Names of which `name` is a part, or one that is nearly the same, for an error message."""
     close = list(islice((each for each in known if name in each), 5))
-    return f"; similar names are {', '.join(close)}" if close else ""
+    return f"; similar names are {', '.join(close)}" if close else meant(name, known)
 
 
 def _cells(entry: Listed) -> list[str]:

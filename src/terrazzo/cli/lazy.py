@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperGroup
 
+from terrazzo._meant import meant
+
 
 @dataclass(frozen=True, slots=True)
 class Lazy:
@@ -42,6 +44,12 @@ class LazyGroup(TyperGroup):
             settings["context_settings"] = {"ignore_unknown_options": True, "allow_interspersed_args": False}
         alone.command(cmd_name, **settings)(getattr(importlib.import_module(module), name))
         return typer.main.get_command(alone)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Say which command may be meant by a name that is none."""
+        if args and args[0] not in self.table:
+            ctx.fail(f"there is no command {args[0]!r}{meant(args[0], self.table)}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The table, without importing the commands and without wrapping lines."""

@@ -47,7 +47,7 @@ def view(
     losses: Annotated[Path | None, typer.Option(help="Of a run, the CSV file of its monitor.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write traces as JSON for Perfetto.")] = None,
     mesh: Annotated[str | None, typer.Option(help="A layout instead: the mesh, as dp=64,tp=8.")] = None,
-    shape: Annotated[str, typer.Option(help="Of its tensor, as 4096,4096.")] = "",
+    shape: Annotated[str | None, typer.Option(help="Of its tensor, as 4096,4096.")] = None,
     placements: Annotated[str, typer.Option(help='Of its tensor, as "S(0),S(1)".')] = "",
     dtype: Annotated[str, typer.Option(help="Of its tensor.")] = "float32",
 ) -> None:
@@ -83,7 +83,7 @@ def _serve(page: Page, checkpoints: list[Checkpoint], port: int, browser: bool) 
 def _page(
     what: list[str],
     mesh: str | None,
-    shape: str,
+    shape: str | None,
     placements: str,
     dtype: str,
     tolerance: float,
@@ -94,7 +94,11 @@ def _page(
     if mesh is not None:
         if what:
             raise ViewError("--mesh shows a layout of its own: give no checkpoint beside it")
+        if shape is None:
+            raise ViewError("--mesh needs the shape of a tensor: add --shape, as in --shape 4096,4096")
         return Page(_layout(mesh, shape, placements, dtype)), []
+    if shape is not None or placements:
+        raise ViewError("--shape and --placements are of a layout: add its --mesh, as in --mesh dp=64,tp=8")
     if not what:
         raise ViewError("name a checkpoint, a trace or a run; or a layout, by --mesh, --shape and --placements")
     if all(map(_is_trace, what)):
