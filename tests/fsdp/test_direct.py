@@ -203,7 +203,7 @@ def check_training() -> None:
     for accumulate, dtype, options in ways:
         usual = train_even(False, accumulate, dtype, **options)
         try:
-            sections._SMALL, in_place._LARGE = 0, 64
+            sections._SMALL, in_place._LARGE = 0, 128 // dist.get_world_size()  # of a weight in bfloat16
             found = train_even(True, accumulate, dtype, **options)
         finally:
             sections._SMALL, in_place._LARGE = kept
