@@ -79,9 +79,10 @@ class Checkpoint(Mapping[str, Any]):
 
     def _entry(self, name: str) -> STORAGE_TYPES:
         entries = self.metadata.state_dict_metadata
-        if name not in entries:
+        entry = entries.get(name)
+        if entry is None:
             raise CheckpointNameError(f"the checkpoint has no {name!r}{meant(name, entries)}")
-        return entries[name]
+        return entry
 
     def total_bytes(self, names: Container[str] | None = None) -> int:
         """The bytes of all tensors together, or of those with these names.

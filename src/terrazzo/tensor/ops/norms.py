@@ -7,7 +7,7 @@ exchanges two numbers per row, not the row.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -316,30 +316,35 @@ def _rows(x: Any, dim: Any, dtype: Any) -> int | None:
     return norm_dim(dim, x.ndim)
 
 
-@decomposition("softmax", "_softmax")
-def softmax_of_shards(
-    input: Any, dim: Any = None, half_to_float: Any = None, dtype: Any = None, *, _stacklevel: int = 3
-) -> Any:
+def _of_shifted(function: Callable[[Any, int], Any], input: Any, dim: Any, half_to_float: Any, dtype: Any) -> Any:
+    """A function of the input, shifted along a dim, and the dim, computed in the working type and rounded once."""
     dtype = half_to_float if isinstance(half_to_float, torch.dtype) else dtype
     d = _rows(input, dim, dtype)
     if d is None:
         return NotImplemented
     x, result_type = _in_working_type(input, dtype, half_to_float)
-    powers = _shifted(x, (d,))[0].exp()
-    return rounded(powers / powers.sum(d, keepdim=True).redistribute(), result_type)
+    return rounded(function(_shifted(x, (d,))[0], d), result_type)
+
+
+@decomposition("softmax", "_softmax")
+def softmax_of_shards(
+    input: Any, dim: Any = None, half_to_float: Any = None, dtype: Any = None, *, _stacklevel: int = 3
+) -> Any:
+    def shares(x: Any, d: int) -> Any:
+        powers = x.exp()
+        return powers / powers.sum(d, keepdim=True).redistribute()
+
+    return _of_shifted(shares, input, dim, half_to_float, dtype)
 
 
 @decomposition("log_softmax", "_log_softmax")
 def log_softmax_of_shards(
     input: Any, dim: Any = None, half_to_float: Any = None, dtype: Any = None, *, _stacklevel: int = 3
 ) -> Any:
-    dtype = half_to_float if isinstance(half_to_float, torch.dtype) else dtype
-    d = _rows(input, dim, dtype)
-    if d is None:
-        return NotImplemented
-    x, result_type = _in_working_type(input, dtype, half_to_float)
-    shifted = _shifted(x, (d,))[0]
-    return rounded(shifted - shifted.exp().sum(d, keepdim=True).redistribute().log(), result_type)
+    def logarithms(x: Any, d: int) -> Any:
+        return x - x.exp().sum(d, keepdim=True).redistribute().log()
+
+    return _of_shifted(logarithms, input, dim, half_to_float, dtype)
 
 
 DECOMPOSED = frozenset(["softmax", "_softmax", "log_softmax", "_log_softmax"])
