@@ -73,7 +73,7 @@ def test_values_are_those_of_a_loop_over_numbers(codec: Codec) -> None:
     assert ((found - values).abs() <= (wanted - values).abs() * 1.001 + 1e-7 * values.abs()).all()
     half = there_and_back(codec, values.bfloat16(), torch.bfloat16)
     torch.testing.assert_close(half, there_and_back(codec, values.bfloat16()).bfloat16(), rtol=0, atol=0)
-    for shape in ((0, 8), (4, 0), (3, 2)):
+    for shape in ((0, 8), (4, 0), (3, 2), (2, 3, 33), (4, 1)):
         few = torch.randn(shape, generator=generator)
         torch.testing.assert_close(there_and_back(codec, few), few, rtol=0.3, atol=0.3)
 
@@ -104,9 +104,3 @@ def test_what_cannot_be_encoded() -> None:
     for codec in CODECS:
         assert not codec.refuses((8, 512), torch.float32, 0, 4)
         assert "float32, bfloat16 and float16" in codec.refuses((8, 512), torch.int64, 0, 4)
-    assert "whole rows" in Float8Rows().refuses((8, 512), torch.float32, 1, 4)
-    assert "whole rows" in NVFP4().refuses((8, 512), torch.float32, 1, 4)
-    assert "must be even" in NVFP4().refuses((8, 7), torch.float32, 0, 4)
-    assert "blocks of 32" in MXFP8().refuses((8, 192), torch.float32, 1, 4)
-    assert not MXFP8().refuses((8, 256), torch.float32, 1, 4)
-    assert not MXFP8().refuses((8, 7, 8), torch.float32, 1, 4)

@@ -62,29 +62,36 @@ def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
     return fully_shard(model, **options)
 
 
-def sent(codec: Codec | None, values: Tensor) -> Tensor:
-    """What arrives."""
+def sent(codec: Codec | None, values: Tensor, cut: int = 1) -> Tensor:
+    """What arrives, if the last dim is cut into so many chunks."""
     if codec is None or values.ndim < 2:
         return values
+    if cut > 1:
+        return torch.cat([sent(codec, chunk.contiguous()) for chunk in values.chunk(cut, -1)], -1)
     found = torch.empty_like(values)
     codec.decode(codec.encode(values), found)
     return found
+
+
+def columns(p: nn.Parameter) -> Shard | None:
+    return Shard(p.ndim - 1) if p.ndim > 1 else None
 
 
 class OneDevice:
     """Trains on one device what ranks train, with what they would send of parameters and gradients."""
 
     def __init__(
-        self, model: nn.Module, gather: Codec | None, reduce: Codec | None, ranks: int, replicas: int = 1
+        self, model: nn.Module, gather: Codec | None, reduce: Codec | None, ranks: int, replicas: int, columns: bool
     ) -> None:
         self.masters, self.model = [p.detach().clone() for p in model.parameters()], copy.deepcopy(model)
         self.gather, self.reduce, self.ranks, self.replicas = gather, reduce, ranks, replicas
+        self.cut = ranks // replicas if columns else 1  # of the last dim
 
     def backward(self, *batches: Tensor) -> list[Tensor]:
         """The mean over the ranks of the gradients of their parts of all batches."""
         with torch.no_grad():
             for p, master in zip(self.model.parameters(), self.masters, strict=True):
-                p.copy_(sent(self.gather, master))
+                p.copy_(sent(self.gather, master, self.cut))
         found = []  # of each rank
         for rank in range(self.ranks):
             self.model.zero_grad()
@@ -99,10 +106,14 @@ class OneDevice:
         means = []  # of each replica
         for first in range(0, self.ranks, shards):
             some = grads[first : first + shards]
-            means.append(torch.stack([sent(self.reduce, each) for each in some] if shards > 1 else [*some]).mean(0))
+            terms = [self.reduced(each) for each in some] if shards > 1 else [*some]
+            means.append(torch.stack(terms).mean(0))
         if self.replicas == 1:
             return means[0]
-        return sent(self.reduce, torch.stack([sent(self.reduce, each) for each in means]).mean(0))
+        return self.reduced(torch.stack([self.reduced(each) for each in means]).mean(0))
+
+    def reduced(self, grad: Tensor) -> Tensor:
+        return sent(self.reduce, grad, self.cut)
 
     def step(self, grads: list[Tensor]) -> None:
         self.masters = [p - 0.1 * grad for p, grad in zip(self.masters, grads, strict=True)]
@@ -147,7 +158,7 @@ def train(
     """Two steps beside one device; losses, gradients and parameters are compared."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     model = make()
-    reference = OneDevice(model, gather, reduce, ranks, replicas)
+    reference = OneDevice(model, gather, reduce, ranks, replicas, options.get("shard_placement_fn") is columns)
     policy = MixedPrecisionPolicy(gather_codec=gather, reduce_codec=reduce)
     mesh = init_device_mesh(device_type(), (ranks,) if replicas == 1 else (replicas, ranks // replicas))
     shard(model, mesh=mesh, mp_policy=policy, **options)
@@ -178,6 +189,21 @@ def check_codecs() -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_like_one_device_that_encodes(world):
     run_ranks(world, check_codecs)
+
+
+def check_cut_within_blocks() -> None:
+    """Each rank's chunk of the columns begins with a block, also where chunks are uneven, odd or empty."""
+    for gather in (MXFP8(), NVFP4(), Float8Rows()):
+        train(gather, Int8Blocks(32), shard_placement_fn=columns)
+    train(NVFP4(), MXFP8(), shard_placement_fn=columns, prepare=lambda model: model.set_coalesce_bytes(0))
+    train(MXFP8(), Int8Blocks(32), shard_placement_fn=columns, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    if dist.get_world_size() == 4:
+        train(MXFP8(), Float8Rows(), replicas=2, shard_placement_fn=columns)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_columns_are_cut_within_blocks(world):
+    run_ranks(world, check_cut_within_blocks)
 
 
 def check_settings() -> None:
@@ -326,15 +352,16 @@ class Writing(nn.Module):
 def check_full_precision() -> None:
     """Shards and state dicts never have what was decoded; a write in forward changes what was written only."""
     torch.manual_seed(0)
-    for reshard in (True, False):
+    for reshard, cut in ((True, 1), (False, 1), (True, 2)):
         model = Writing()
         before = model.weight.detach().clone()
         policy = MixedPrecisionPolicy(gather_codec=NVFP4())
-        fully_shard(model, mesh=init_device_mesh(device_type(), (2,)), mp_policy=policy, reshard_after_forward=reshard)
+        mesh, place = init_device_mesh(device_type(), (2,)), None if cut == 1 else columns
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=place)
         seen: list[Tensor] = []
         model.register_forward_hook(lambda module, args, out, seen=seen: seen.append(module.weight.detach().clone()))
         model(torch.randn(2, 34)).sum().backward()
-        assert torch.equal(seen[0], sent(NVFP4(), before)) and not torch.equal(seen[0], before)
+        assert torch.equal(seen[0], sent(NVFP4(), before, cut)) and not torch.equal(seen[0], before)
         assert torch.equal(model.state_dict()["weight"].full_tensor(), before)
         model.writes = True
         model(torch.randn(2, 34)).sum().backward()
@@ -373,12 +400,9 @@ def check_refused() -> None:
         policy = MixedPrecisionPolicy(**{key: options.pop(key) for key in [*options] if key.endswith("codec")})
         fully_shard(nn.Linear(5, 4, **options.pop("made", {})), mesh=mesh, mp_policy=policy, **options)
 
-    with pytest.raises(FSDPValueError, match=r"NVFP4.*'weight'.*\(4, 5\).*must be even"):
-        layer(gather_codec=NVFP4())
+    layer(gather_codec=NVFP4(), reduce_codec=NVFP4())  # two values share a byte, of five in a row
     with pytest.raises(FSDPValueError, match=r"'weight', torch.float64.*float32, bfloat16 and float16"):
         layer(gather_codec=MXFP8(), made={"dtype": torch.float64})
-    with pytest.raises(FSDPValueError, match=r"Float8Rows.*dim 1 into 2 parts: whole rows.*along another dim"):
-        layer(reduce_codec=Float8Rows(), shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)
     model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_codec=Int8Blocks()))
     with pytest.raises(FSDPValueError, match="reduce_codec"):
         model.set_custom_reduce_scatter(lambda **more: None)

@@ -2,7 +2,8 @@
 
 A codec turns a tensor into *parts*, tensors of bytes. Values share a scale within the last dim only, in blocks or a
 whole row, and every part is cut along the dim along which the tensor is: so the parts of a rank's chunk are that rank's
-chunks of the parts, and what is decoded does not depend on the number of ranks.
+chunks of the parts, and what is decoded does not depend on the number of ranks. Where the last dim is cut, each rank's
+chunk is encoded by itself (`terrazzo.comm.encoded`): its first block begins where the chunk does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, values: Tensor) -> list[Tensor]:
-        """The parts (uint8) of a tensor."""
+        """The parts (uint8) of a tensor. If its last dim is cut, it is called with chunks of that, padded with zeros to
+        the longest; they and the parts may have further dims in front."""
 
     @abstractmethod
     def decode(self, parts: Sequence[Tensor], out: Tensor) -> None:
@@ -71,7 +73,6 @@ class _Blocks(Codec):
     values: torch.dtype
     largest: float  # of the values
     scales: torch.dtype
-    of_row = False  # whether there is a scale for whole rows
 
     def size(self, shape: Shape) -> list[Shape]:
         blocks = -(-shape[-1] // self._block(shape))
@@ -98,12 +99,6 @@ class _Blocks(Codec):
             into.copy_(block)  # exactly, and rounded once by the product, which is computed in single precision
             into.mul_(own)
 
-    def refuses(self, shape: Shape, dtype: torch.dtype, dim: int, n: int) -> str:
-        if dim == len(shape) - 1 and n > 1 and (self.of_row or shape[-1] % (n * (self.block or 1))):
-            within = "whole rows" if self.of_row else f"blocks of {self.block} columns"
-            return f"{within} have a scale: cut it along another dim{'' if self.of_row else ', or into whole blocks'}"
-        return super().refuses(shape, dtype, dim, n)
-
     def _block(self, shape: Shape) -> int:
         return self.block or max(1, shape[-1])
 
@@ -126,7 +121,7 @@ class Float8Rows(_Blocks):
     """Rows of float8 (e4m3) with a float32 scale each. An error is at most 1/16 of the value, except of values less
     than 1/28,000 of the largest in the row."""
 
-    block, of_row = None, True
+    block = None
     values, largest, scales = torch.float8_e4m3fn, 448.0, torch.float32
 
 
@@ -151,11 +146,11 @@ class NVFP4(_Blocks):
     rows.
     """
 
-    block, of_row = 16, True
+    block = 16
     values, largest, scales = torch.uint8, 6.0, torch.float8_e4m3fn
 
     def size(self, shape: Shape) -> list[Shape]:
-        return [(*shape[:-1], shape[-1] // 2), super().size(shape)[1], (*shape[:-1], 1, 4)]
+        return [(*shape[:-1], -(-shape[-1] // 2)), super().size(shape)[1], (*shape[:-1], 1, 4)]
 
     def encode(self, values: Tensor) -> list[Tensor]:
         if not values.numel():
@@ -170,22 +165,18 @@ class NVFP4(_Blocks):
             quotient = block / torch.where(divisor == 0, 1.0, divisor)
             out.copy_(torch.bucketize(quotient.abs(), _bounds(values.device), out_int32=True))
             out.add_(quotient.signbit(), alpha=8)
-        pairs = codes[..., 0::2] + codes[..., 1::2] * 16
+        pairs = codes[..., 0::2].clone()
+        pairs[..., : values.shape[-1] // 2].add_(codes[..., 1::2], alpha=16)
         return [pairs, scale.view(torch.uint8), row.view(torch.uint8)]
 
     def decode(self, parts: Sequence[Tensor], out: Tensor) -> None:
         if not out.numel():
             return
         scale = _as(parts[1], self.scales).float() * _as(parts[2], torch.float32)
-        out.copy_(torch.nn.functional.embedding(parts[0].int(), _pairs(out.device)).flatten(-2))
+        out.copy_(torch.nn.functional.embedding(parts[0].int(), _pairs(out.device)).flatten(-2)[..., : out.shape[-1]])
         outs = _blocks(out, self.block)
         for into, own in zip(outs, _split_like(outs, scale), strict=True):
             into.mul_(own)
-
-    def refuses(self, shape: Shape, dtype: torch.dtype, dim: int, n: int) -> str:
-        return (
-            "two values share a byte, so rows must be even" if shape[-1] % 2 else super().refuses(shape, dtype, dim, n)
-        )
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -247,8 +247,9 @@ class FlatPlan:
         return found[:-1]
 
     def rows_of(self, wholes: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The same chunks in the tensors."""
-        found: list[list[Tensor]] = [[] for _ in self.shapes]
+        """The same chunks in the tensors, which may lack the last ones. Other dims than those that are cut may differ
+        from the plan's."""
+        found: list[list[Tensor]] = [[] for _ in wholes]
         for block in self._blocks:
             if block.tensor < len(found):
                 found[block.tensor].append(self._in_tensor(block, wholes[block.tensor]))

@@ -127,10 +127,7 @@ class EncodedBucket(Bucket):
         return True
 
     def rounded(self, i: int, shard: Tensor) -> Tensor:
-        codec = self._encoded.codecs[i]
-        values = torch.empty(shard.shape, dtype=self.compute_dtype, device=self.settings.mesh.device)
-        codec.decode(codec.encode(shard.detach().to(values.device)), values)
-        return values
+        return self._encoded.rounded(i, shard.detach().to(self.settings.mesh.device), self.compute_dtype)
 
 
 # ------------------------------------------------------------------ tensor subclasses with hooks
