@@ -14,7 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from terrazzo.checkpoint import Checkpoint, FileSystemWriter, SavePlan, SavePlanner, async_save, load, save, verify
+from terrazzo.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    FileSystemReader,
+    FileSystemWriter,
+    SavePlan,
+    SavePlanner,
+    async_save,
+    load,
+    save,
+    verify,
+)
+from terrazzo.checkpoint.formats import HuggingFaceWriter
+from terrazzo.publish import Publisher
 
 
 def test_a_save_and_a_load_leave_the_process_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,3 +81,35 @@ def test_a_save_whose_thread_is_interrupted_has_an_error(tmp_path: Path) -> None
     assert future.exception(30) is not None
     thread.join(30)
     assert not list(tmp_path.glob("data-*")) and not (tmp_path / "manifest.terrazzo").exists()
+
+
+def test_a_path_is_the_same_folder_when_the_process_has_changed_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is opened by a relative path, or is being saved there, stays there."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    monkeypatch.chdir(first)
+    weights = {"w": torch.ones(300_000)}
+    save(weights, checkpoint_id="saved")
+    save(weights, storage_writer=HuggingFaceWriter("weights"))
+    torch.save(weights, "file.pt")
+    reader, whole = FileSystemReader("saved"), FileSystemWriter("whole")
+    opened = [Checkpoint(name) for name in ("saved", "weights", "file.pt")]
+    with CheckpointManager("run", local="local") as manager, Publisher("serve", weights) as publisher:
+        future = async_save(weights, storage_writer=FileSystemWriter("later"))
+        monkeypatch.chdir(second)
+        future.result(60)
+        manager.save(1, weights)
+        publisher.publish()
+        save(weights, storage_writer=whole)
+        manager.wait()
+        publisher.wait()
+        manager.restore("latest", {"w": torch.zeros(300_000)})
+        load({"w": torch.zeros(300_000)}, storage_reader=reader)
+    for checkpoint in opened:
+        assert checkpoint["w"][...].eq(1).all()
+    assert not list(second.iterdir())
+    made = sorted(each.name for each in first.iterdir())
+    assert made == ["file.pt", "later", "local", "run", "saved", "serve", "weights", "whole"]

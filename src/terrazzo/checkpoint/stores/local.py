@@ -67,7 +67,7 @@ class LocalStore(Store):
     caps = Capabilities(direct_bytes=16 << 20, readers=16)
 
     def __init__(self, path: str | os.PathLike[str], system: Any = os, *, durable: bool = True) -> None:
-        self._path = Path(path)
+        self._path = Path(path).absolute()  # it stays this folder if the process changes its own
         self._os = system
         self._durable = durable
 

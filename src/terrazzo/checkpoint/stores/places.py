@@ -64,7 +64,8 @@ class Place:
         else:
             self._store = None
             text = os.fspath(path)
-            self._path = text.rstrip("/") if is_url(text) and not text.startswith(_FILE) else Path(_local(text))
+            is_local = not is_url(text) or text.startswith(_FILE)
+            self._path = Path(_local(text)).absolute() if is_local else text.rstrip("/")
             self._text = str(self._path)
         self._parent: Place | None = None
 
