@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import msgspec
-import numpy as np
 import torch
 from torch import nn
 
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
-from terrazzo.checkpoint.native.merging import faults_of, refuse
+from terrazzo.checkpoint.native.merging import refuse_gaps
 from terrazzo.checkpoint.plan.sharded import ShardView, Viewer, check_storable, is_sharded, local_chunks
 from terrazzo.checkpoint.state_dict.names import state_of
 from terrazzo.errors import CheckpointError, DivergentValueError, PublishError, UnsupportedValueError
@@ -302,17 +301,8 @@ def _check_whole(infos: dict[str, TensorInfo], keys: Sequence[tuple[str, Box]]) 
     by_name: dict[str, list[Box]] = {name: [] for name, info in infos.items() if 0 not in info.shape}
     for name, box in keys:
         by_name[name].append(box)
-    faults: list[tuple[str, str]] = []
-    for ndim in {len(infos[name].shape) for name in by_name}:
-        names = [name for name in by_name if len(infos[name].shape) == ndim]
-        shapes = np.array([infos[name].shape for name in names], dtype=np.int64).reshape(len(names), ndim)
-        counts = np.array([len(by_name[name]) for name in names], dtype=np.int64)
-        boxes = np.array([(box.offsets, box.lengths) for name in names for box in by_name[name]], dtype=np.int64)
-        faults += [
-            (names[row], fault) for row, fault in faults_of(shapes, counts, boxes.reshape(int(counts.sum()), 2, ndim))
-        ]
     try:
-        refuse(sorted(faults))
+        refuse_gaps({name: (infos[name].shape, boxes) for name, boxes in by_name.items()})
     except CheckpointError as error:
         raise PublishError(
             "these ranks together do not have all elements of all tensors: construct the Publisher on all ranks that "

@@ -13,13 +13,14 @@ import torch.distributed.checkpoint as dcp
 
 from checkpoint.formats.deepspeed import made
 from ranks import run_ranks
-from terrazzo.checkpoint import Checkpoint, load, save
-from terrazzo.checkpoint.formats import DCPWriter
+from terrazzo.checkpoint import Checkpoint, FileSystemWriter, load, save
+from terrazzo.checkpoint.formats import DCPWriter, HuggingFaceWriter
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Place, Store, Upload, Version
 from terrazzo.checkpoint.tools.compare import compare
 from terrazzo.errors import CheckpointError, CheckpointNotFoundError
+from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
 
 
 class LosesAReply(MemoryStore):
@@ -146,3 +147,34 @@ def test_a_later_save_builds_on_a_commit_whose_reply_was_lost() -> None:
     assert Checkpoint(store)["later"] == 1 and Checkpoint(store)["w"][...].eq(1).all()
     save({"w": torch.zeros(3)}, store=store, no_dist=True)
     assert sum(entry.key.startswith("data-") for entry in store.list()) == 1, "nothing stays that nobody needs"
+
+
+def incomplete(path: str) -> list[str]:
+    """For each writer: a checkpoint, and then saves whose files would not make one. What is left, and the errors."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    whole = torch.arange(8.0)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    told = []
+    for kind in (FileSystemWriter, DCPWriter, HuggingFaceWriter, dcp.FileSystemWriter):
+        place = Path(path, f"{kind.__module__}.{kind.__name__}")
+        save({"w": sharded}, storage_writer=kind(place))
+        # Rank 1 lacks its shard; it has the whole tensor as well; its folder is another one of the same name.
+        for on_1, elsewhere in (({}, place), ({"w": whole}, place), ({"w": sharded}, Path(path, "other", place.name))):
+            if kind is dcp.FileSystemWriter and elsewhere != place:
+                continue  # PyTorch's own commit does not look
+            with pytest.raises(CheckpointError) as found:
+                save({"w": sharded * 2} if rank == 0 else on_1, storage_writer=kind(place if rank == 0 else elsewhere))
+            told.append(str(found.value))
+            if kind is not dcp.FileSystemWriter:  # which overwrites its files
+                assert Checkpoint(place)["w"][...].equal(whole), kind
+            dist.barrier()
+    return told
+
+
+def test_what_ranks_have_written_must_make_up_the_tensors_and_be_in_one_folder(tmp_path: Path) -> None:
+    told, _ = run_ranks(2, incomplete, str(tmp_path))
+    gap, twice = "4 of 8 elements were not written", "some elements were written more than once"
+    elsewhere = "the folder must be the same for all ranks"
+    expected = [gap, twice, elsewhere] * 2 + ["of the 32 bytes"] * 2 + ["not the same folder on all ranks", gap, gap]
+    for message, part in zip(told, expected, strict=True):
+        assert part in message

@@ -36,7 +36,7 @@ from terrazzo.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.native.commit import Commit, by_save, remove_ended
+from terrazzo.checkpoint.native.commit import Commit, by_save, check_written, remove_ended
 from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.format import SEAL, lease_name, save_of
 from terrazzo.checkpoint.native.objects import ObjectBytes
@@ -270,11 +270,12 @@ class DCPWriter(RowWriter):
                 [(result.index.fqn, result.storage_data[1]) for result in part] for part in results
             )
         metadata.storage_data = {result.index: result.storage_data[0] for part in results for result in part}
+        used = {location.file for location in metadata.storage_data.values()}
+        check_written(self._store, used)
         metadata.storage_meta = self.storage_meta()
         metadata.version = dcp_metadata.VERSION
         self._commit.put(dcp_metadata.encode(metadata))
         self._commit.release()
-        used = {location.file for location in metadata.storage_data.values()}
         self._store.delete(self._replaced - used)
 
     def abandon(self) -> None:

@@ -163,6 +163,18 @@ class Commit:
             return None, b""
 
 
+def check_written(store: Store, names: Iterable[str], entries: Sequence[Entry] | None = None) -> None:
+    """Raise unless these data files are in the store (`entries`, if it was listed): ranks may have written to folders
+    that only have the same path, or another program may have removed files."""
+    present = {entry.key for entry in (store.list() if entries is None else entries)}
+    for name in names:
+        if name not in present:
+            raise CheckpointError(
+                f"{store.location}: the data file {name} has been written but is not there; the folder must be the "
+                f"same for all ranks"
+            )
+
+
 def remove_leftovers(store: Store, named: Collection[str] = (), listed: Sequence[Entry] | None = None) -> list[str]:
     """Remove unused files and return their names; removes nothing if the present manifest cannot be read.
 

@@ -10,7 +10,7 @@ A chunk that no rank wrote, or that two ranks wrote, is found here, before the c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -21,6 +21,7 @@ from terrazzo.checkpoint.native.index import name_hash
 from terrazzo.checkpoint.native.parts import WrittenPart, entries_of, u4_of, unpacked
 from terrazzo.checkpoint.native.root import ObjectEntry, Path, RootHead, RootTensor, TensorEntry, encode_root
 from terrazzo.errors import CheckpointError
+from terrazzo.layout.box import Box
 
 Array = np.ndarray[Any, Any]
 _NOBODY: Final = 0xFFFFFFFF
@@ -320,6 +321,25 @@ def faults_of(shapes: Array, counts: Array, boxes: Array) -> list[tuple[int, str
         found = _faults(shapes[same], rows[:, :, 0], rows[:, :, 1])
         faults += [(int(same[row]), fault) for row, fault in found]
     return faults
+
+
+def refuse_gaps(tensors: Mapping[str, tuple[Sequence[int], Sequence[Box]]]) -> None:
+    """Raise unless the boxes of each tensor, which is given with its shape, cover it exactly."""
+    faults: list[tuple[str, str]] = []
+    filled = {name: (shape, boxes) for name, (shape, boxes) in tensors.items() if 0 not in shape}
+    for ndim in {len(shape) for shape, _ in filled.values()}:
+        alike = {
+            name: (shape, [box for box in boxes if box.numel])
+            for name, (shape, boxes) in filled.items()
+            if len(shape) == ndim
+        }
+        names = list(alike)
+        shapes = np.array([shape for shape, _ in alike.values()], dtype=np.int64).reshape(len(names), ndim)
+        counts = np.array([len(boxes) for _, boxes in alike.values()], dtype=np.int64)
+        rows = [(box.offsets, box.lengths) for _, boxes in alike.values() for box in boxes]
+        table = np.array(rows, dtype=np.int64).reshape(len(rows), 2, ndim)
+        faults += [(names[row], fault) for row, fault in faults_of(shapes, counts, table)]
+    refuse(sorted(faults))
 
 
 def refuse(faults: Sequence[tuple[str, str]]) -> None:

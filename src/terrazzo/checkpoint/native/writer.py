@@ -15,6 +15,7 @@ import numpy as np
 import terrazzo
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.native import objects
+from terrazzo.checkpoint.native.commit import check_written
 from terrazzo.checkpoint.native.datafile import DataFileLayout, file_header, lay_out, row_major_windows
 from terrazzo.checkpoint.native.format import (
     FRAME,
@@ -33,7 +34,6 @@ from terrazzo.checkpoint.native.reusing import Reused, find_unchanged, stored_nu
 from terrazzo.checkpoint.native.root import TENSOR, FileEntry, ObjectEntry, PartEntry, Root
 from terrazzo.checkpoint.native.rows import Form, Row
 from terrazzo.checkpoint.stores.base import Entry, Store, Upload
-from terrazzo.errors import CheckpointError
 
 _FILES_AT_ONCE: Final = 4
 _WORTH_COMPRESSING: Final = 1024  # bytes
@@ -350,7 +350,7 @@ def commit(
     data = merge(parts, about)
     root = Root(data, store.location)
     entries = store.list()
-    _check_files(store, root, entries)
+    check_written(store, root.files, entries)
     put(data)
     return root, entries
 
@@ -361,15 +361,3 @@ def _are_paths(planner_data: Any) -> bool:
         type(name) is str and type(path) is tuple and all(type(key) in (str, int) for key in path)
         for name, path in planner_data.items()
     )
-
-
-def _check_files(store: Store, root: Root, entries: Sequence[Entry]) -> None:
-    """Raise unless all data files are in the store: ranks may have written to folders that only have the same path, or
-    another program may have removed files."""
-    present = {entry.key for entry in entries}
-    for name in root.files:
-        if name not in present:
-            raise CheckpointError(
-                f"{store.location}: the data file {name} has been written but is not there; the folder must be "
-                f"the same for all ranks"
-            )

@@ -19,6 +19,7 @@ from terrazzo.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
+from terrazzo.checkpoint.native.merging import refuse_gaps
 from terrazzo.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from terrazzo.errors import CheckpointError
 
@@ -57,7 +58,10 @@ def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:
 
 
 def merged_entries(parts: Iterable[Iterable[tuple[str, TensorWriteData | None]]]) -> dict[str, STORAGE_TYPES]:
-    """What is stored under each name, from the chunks of tensors (None: other values) that each rank writes."""
+    """What is stored under each name, from the chunks of tensors (None: other values) that each rank writes.
+
+    Raises unless the chunks make up each tensor.
+    """
     entries: dict[str, STORAGE_TYPES] = {}
     chunks: dict[str, list[ChunkStorageMetadata]] = {}
     for rank, part in enumerate(parts):
@@ -78,6 +82,8 @@ def merged_entries(parts: Iterable[Iterable[tuple[str, TensorWriteData | None]]]
                     f"{name!r} is {data.properties.dtype} on rank {rank} and {known.properties.dtype} on a lower rank"
                 )
             chunks[name].append(data.chunk)
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    refuse_gaps({name: (entry.size, [chunk.box for chunk in chunks[name]]) for name, entry in tensors.items()})
     return entries
 
 
