@@ -18,6 +18,7 @@ from terrazzo.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointFormatError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
 )
 
@@ -161,3 +162,17 @@ def test_a_file_whose_size_cannot_be_asked_for_is_closed(tmp_path: Path) -> None
     with pytest.raises(OSError, match="Input/output"):
         LocalStore(tmp_path, system).get("file")
     assert system.happened == "fstat" and len(os.listdir("/proc/self/fd")) == before
+
+
+def test_two_values_that_are_read_into_the_same_memory_are_no_damage(tmp_path: Path) -> None:
+    """As when a model whose weights are tied loads a checkpoint in which they differ."""
+    values = {"head": torch.ones(100), "embedding": torch.zeros(100)}
+    save(values, checkpoint_id=tmp_path / "native", no_dist=True)
+    torch.save(values, tmp_path / "file.pt")
+    for path in (tmp_path / "native", tmp_path / "file.pt"):
+        tied = torch.full((100,), 2.0)
+        with pytest.raises(CheckpointMismatchError, match="not damaged"):
+            load({"head": tied, "embedding": tied}, checkpoint_id=path, no_dist=True)
+        assert verify(path) == []
+        load({"head": tied, "embedding": torch.empty(100)}, checkpoint_id=path, no_dist=True)
+        assert tied.eq(1).all()

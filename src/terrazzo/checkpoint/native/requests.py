@@ -30,7 +30,7 @@ from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.spans import Span, StoredChunk, WantedBox, spans
 from terrazzo.checkpoint.stores.base import Request, Store
-from terrazzo.errors import CheckpointCorruptError
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from terrazzo.layout.box import Box
 
 _MOST_RUNS: Final = 500  # of one request: a system call takes 1024 buffers
@@ -438,20 +438,26 @@ class Requests:
                 while there < at + run.nbytes:
                     there = yield False
                 if checksum(memory) != chunk.sums.item(number):
-                    raise self._damage(run, chunk, 0, run.nbytes)
+                    raise self._damage(run, chunk, 0, run.nbytes, number)
                 continue
             start = 0
             for end in _ends_of_blocks(run, chunk):
                 while there < at + end:
                     there = yield False
                 if checksum(memory[start:end]) != chunk.sums.item(number):
-                    raise self._damage(run, chunk, start, end - start)
+                    raise self._damage(run, chunk, start, end - start, number)
                 start, number = end, number + 1
         while True:
             yield True
 
-    def _damage(self, run: _FileRun, chunk: StoredChunk, start: int, nbytes: int) -> CheckpointCorruptError:
+    def _damage(self, run: _FileRun, chunk: StoredChunk, start: int, nbytes: int, number: int) -> CheckpointError:
+        """The error for a block whose sum has this number."""
         begin = run.start + start
+        if run.filling is not None and run.filling.in_place:
+            again = room_for(self._store, run.file.name, nbytes)
+            self._store.read_at(run.file.name, begin, again)
+            if checksum(again) == chunk.sums.item(number):
+                return _overwritten(chunk)
         return CheckpointCorruptError(
             f"{chunk.name!r}: bytes {begin} to {begin + nbytes} of {self._store.location}/{run.file.name} are not what "
             f"was saved; the checkpoint is damaged (terrazzo verify lists all damage)"
@@ -460,10 +466,26 @@ class Requests:
     def _check_crc(self, chunk: StoredChunk, data: torch.Tensor) -> None:
         crc = zlib.crc32(bytes_of(data))
         if crc != chunk.crc:
+            piece, again = memoryview(bytearray(min(chunk.nbytes, _WINDOW))), 0
+            for at in range(0, chunk.nbytes, _WINDOW):
+                part = piece[: chunk.nbytes - at]
+                self._store.read_at(chunk.file.name, chunk.start + at, part)
+                again = zlib.crc32(part, again)
+            if again == chunk.crc:
+                raise _overwritten(chunk)
             raise CheckpointCorruptError(
                 f"{self._store.location}/{chunk.file.name}: the bytes of {chunk.name!r} are not the bytes that were "
                 f"written (CRC-32 {crc:08x}, expected {chunk.crc:08x})"
             )
+
+
+def _overwritten(chunk: StoredChunk) -> CheckpointMismatchError:
+    """The error for memory that does not hold what was read into it, where the file has the right bytes."""
+    return CheckpointMismatchError(
+        f"{chunk.name!r}: its memory was written to while it was read, so another value of the state dict has the same "
+        f"memory, and other bytes in the checkpoint, or another thread writes there. Load each into a tensor of its "
+        f"own; the checkpoint is not damaged"
+    )
 
 
 def _as_this_thread() -> Callable[..., None]:
