@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from device_ranks import run_on_devices
-from fsdp.compare import Model, batches, loss_of, shard_blocks, train_alike
+from fsdp.compare import Model, batches, loss_of, mine, shard_blocks, train_alike
 from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, offload
@@ -23,6 +23,7 @@ from terrazzo.tensor import DTensor, init_device_mesh
 pytestmark = pytest.mark.on_late(both=True)
 
 STATE_ONLY = CPUOffloadPolicy(parameters=False)
+GRADIENTS_TOO = CPUOffloadPolicy(parameters=False, gradients=True)
 
 
 def test_policies():
@@ -101,9 +102,9 @@ def test_only_what_the_policy_says_is_moved():
 
 
 def check_plain() -> None:
-    for policy in (STATE_ONLY, CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
+    for policy in (STATE_ONLY, GRADIENTS_TOO, CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
         model = train_alike(lambda m, policy=policy: shard_blocks(m, offload_policy=policy))
-        resting = device_type() if policy is STATE_ONLY else "cpu"
+        resting = "cpu" if policy.parameters else device_type()
         assert all(p.device.type == resting for p in model.parameters())
 
 
@@ -113,12 +114,59 @@ def test_offloading_from_cpu_to_cpu(world):
     run_ranks(world, check_plain)
 
 
+# ------------------------------------------------------------------ gradients on the host
+
+
+def check_gradients(ask: bool, hooks: bool) -> None:
+    """Backwards that are reduced add gradients on the host; who asks for one between them, or has a hook, gets it, on
+    its parameter's device, and nothing is lost."""
+    torch.manual_seed(0)
+    model = Model()
+    reference = copy.deepcopy(model)
+    shard_blocks(model, offload_policy=GRADIENTS_TOO)
+    seen: list[torch.device] = []
+    if hooks:
+        for p in model.parameters():
+            p.register_hook(lambda grad: seen.append(grad.device) or grad * 2)
+        for p in reference.parameters():
+            p.register_hook(lambda grad: grad * 2)
+    for x, y in batches(3):
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(reference, x, y).backward()
+        for p, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert p._local.grad is None, "it is not on the device"
+            if ask:
+                assert_gradient(p, expected.grad)
+                assert p._local.grad is not None
+    assert all(device.type == device_type() for device in seen) and bool(seen) is hooks
+    sum(p.square().sum() for p in model.parameters()).full_tensor().backward()  # reaches the shards themselves
+    sum(p.square().sum() for p in reference.parameters()).backward()
+    for p, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        if not hooks:
+            assert_gradient(p, expected.grad)
+    model.zero_grad()
+    assert all(p._local.grad is None and p.grad is None for p in model.parameters())
+    next(iter(model.parameters())).grad = None
+
+
+def assert_gradient(p: Any, expected: Tensor) -> None:
+    assert p.grad.device == p.device and p.grad.device.type == device_type()
+    torch.testing.assert_close(p.grad.full_tensor(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+def test_gradients_are_on_the_host_until_they_are_asked_for(world):
+    for ask, hooks in ((False, False), (True, False), (True, True)):
+        run_ranks(world, check_gradients, ask, hooks)
+
+
 # ------------------------------------------------------------------ on an accelerator
 
 
 def check_devices(device: torch.device) -> None:
     mesh, kind = init_device_mesh(device.type, (dist.get_world_size(),)), device.type
-    for policy, where in ((STATE_ONLY, kind), (CPUOffloadPolicy(), "cpu"), (OffloadPolicy(), kind)):
+    policies = (STATE_ONLY, kind), (GRADIENTS_TOO, kind), (CPUOffloadPolicy(), "cpu"), (OffloadPolicy(), kind)
+    for policy, where in policies:
         torch.manual_seed(0)
         model = Model(3, 64, 256)
         reference = copy.deepcopy(model).to(device)
@@ -130,13 +178,16 @@ def check_devices(device: torch.device) -> None:
         for x, y in batches(5, ranks=1):
             for module, optimizer in ((model, ours), (reference, theirs)):
                 loss_of(module, x.to(device), y.to(device)).backward()  # every rank has the same data
+                if module is model and policy is GRADIENTS_TOO:
+                    assert all(p._local.grad is None for p in model.parameters())
                 optimizer.step()
         resting = kind if type(policy) is OffloadPolicy else "cpu"
         for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
             state = ours.state[parameter]["exp_avg"]
             assert parameter.device.type == parameter.grad.device.type == where
             assert isinstance(state, DTensor) and state.device.type == resting
-            assert state.to_local().is_pinned() == (policy is STATE_ONLY and state.to_local().numel() > 0)
+            pinned = policy in (STATE_ONLY, GRADIENTS_TOO) and state.to_local().numel() > 0
+            assert state.to_local().is_pinned() == pinned
             part = expected.detach()[parameter._layout.box().slices()]
             torch.testing.assert_close(parameter.to_local().to(device), part, rtol=1e-4, atol=1e-4)
 

@@ -113,10 +113,9 @@ class FSDPModule(_Module):
         for group in _groups(self, recurse=True):
             group.unit.abandon(group)
             for param in group.params:
-                grad = param.sharded.grad
-                if grad is not None and set_to_none:
+                if set_to_none:
                     param.sharded.grad = None
-                elif grad is not None:
+                elif (grad := param.sharded.grad) is not None:
                     grad.detach_().zero_()
         super().zero_grad(set_to_none)
 

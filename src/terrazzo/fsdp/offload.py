@@ -1,7 +1,8 @@
-"""Keep optimizer state on the CPU between steps while parameters are on the device.
+"""Keep optimizer state, and gradients, on the CPU while parameters are on the device.
 
 Before a step the state is copied to the device, and afterwards back; the first step creates it on the device. State
-that has not the size of its parameter, such as a step count, stays where the optimizer put it.
+that has not the size of its parameter, such as a step count, stays where the optimizer put it. A gradient is copied to
+the device when `.grad` is asked for.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from terrazzo.fsdp.settings import Settings
 from terrazzo.tensor import DTensor
-from terrazzo.tensor.dtensor import wrap
+from terrazzo.tensor.dtensor import BRINGS, wrap
 
 _PARKED = "_fully_shard_parks_state"  # on a sharded parameter: the settings of its group
 
@@ -63,6 +64,42 @@ def _parked_state(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], str, T
                     yield state, key, value, settings
 
 
+class _Parked:
+    """A gradient on the CPU, which a call moves to its parameter. The device's current stream has waited for it."""
+
+    def __init__(self, values: Tensor, settings: Settings) -> None:
+        self.values, self._settings = values, settings
+
+    @torch.no_grad()
+    def __call__(self, local: Tensor) -> None:
+        brought = to_device(self.values, self._settings)
+        if local.grad is None:
+            local.grad = brought
+        else:  # of a backward that reached the sharded parameter itself
+            local.grad.add_(brought)
+
+
+def park_gradient(parameter: DTensor, values: Tensor, settings: Settings) -> None:
+    """Keep these values, on the CPU, as the gradient of a parameter without one."""
+    parameter.__dict__[BRINGS] = _Parked(values, settings)
+
+
+def parked_gradient(parameter: DTensor, settings: Settings) -> Tensor | None:
+    """The gradient of a parameter on the CPU, where it is put if it has been asked for; None if there is none."""
+    if parameter._local.grad is not None:
+        gradient = parameter.grad
+        assert gradient is not None
+        values, parameter.grad = gradient._local.detach().cpu(), None
+        park_gradient(parameter, values, settings)
+    parked = parameter.__dict__.get(BRINGS)
+    return None if parked is None else parked.values
+
+
+def has_gradient(parameter: DTensor) -> bool:
+    """Whether the parameter has a gradient, wherever that is."""
+    return parameter._local.grad is not None or BRINGS in parameter.__dict__
+
+
 def _moved(value: Tensor, move: Callable[[Tensor, Settings], Tensor], settings: Settings) -> Tensor:
     if isinstance(value, DTensor):
         return wrap(move(value._local, settings), value._layout)
@@ -82,4 +119,4 @@ def to_host(local: Tensor, settings: Settings) -> Tensor:
     return host.copy_(local, non_blocking=settings.pinned)
 
 
-__all__ = ["park_state_of", "to_device", "to_host"]
+__all__ = ["has_gradient", "park_gradient", "park_state_of", "parked_gradient", "to_device", "to_host"]

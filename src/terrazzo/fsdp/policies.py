@@ -44,31 +44,34 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keeps sharded parameters, gradients and optimizer state on the CPU, or only the optimizer state.
+    """Keeps sharded parameters, gradients and optimizer state on the CPU, or only the last two, or only the last.
 
     By default sharded parameters and gradients are on the CPU, and the optimizer runs there. Shards are copied to the
     device for each all-gather, and reduced gradients back to the CPU.
 
-    With `parameters=False`, parameters and gradients stay on the device, and the optimizer runs there. Its state, which
-    for Adam has twice the parameters' size, is copied to the device for each step and back afterwards.
+    With `parameters=False`, parameters stay on the device, and the optimizer runs there. Its state, which for Adam has
+    twice the parameters' size, is copied to the device for each step and back afterwards. With `gradients=True` reduced
+    gradients are on the CPU, too, where those of several backwards are added, until `.grad` is asked for, as clipping
+    and optimizers do: then they are copied to the device, and stay there until they are set to None.
 
-    Gradients are always on the device of their parameters, as PyTorch requires of `.grad`. With a CPU mesh nothing
-    changes.
+    `.grad` is always on the device of its parameter, as PyTorch requires. With a CPU mesh nothing changes.
 
     >>> CPUOffloadPolicy()
-    CPUOffloadPolicy(pin_memory=True, parameters=True, optimizer_state=True)
+    CPUOffloadPolicy(pin_memory=True, parameters=True, optimizer_state=True, gradients=False)
 
     Args:
         pin_memory: Whether the CPU memory is page-locked, so that copies overlap with computation. Other processes
             cannot use it then.
         parameters: Whether sharded parameters, and therefore their gradients, are kept on the CPU.
         optimizer_state: Whether optimizer state is kept on the CPU. Must be True if `parameters` is.
+        gradients: Whether gradients of parameters on the device are kept on the CPU until they are asked for.
     """
 
     pin_memory: bool = True
     _: KW_ONLY
     parameters: bool = True
     optimizer_state: bool = True
+    gradients: bool = False
 
     def __post_init__(self) -> None:
         if self.parameters and not self.optimizer_state:

@@ -46,6 +46,17 @@ class Settings:
         offload = self.offload
         return isinstance(offload, CPUOffloadPolicy) and offload.optimizer_state and not offload.parameters
 
+    @property
+    def parks_gradients(self) -> bool:
+        """Whether gradients are kept on the CPU until they are asked for, while parameters are on the device."""
+        offload = self.offload
+        return isinstance(offload, CPUOffloadPolicy) and offload.gradients and not offload.parameters
+
+    @property
+    def gradients_device(self) -> torch.device:
+        """The device on which reduced gradients are kept."""
+        return torch.device("cpu") if self.parks_gradients else self.rest_device
+
     # PyTorch's policies, which are taken too, have no codecs.
     @property
     def gather_codec(self) -> Codec | None:

@@ -47,6 +47,7 @@ from terrazzo.tensor.dispatch.keys import (
 from terrazzo.tensor.links import links
 from terrazzo.tensor.strides import global_stride, is_contiguous, keeping_strides
 
+BRINGS = "_brings_gradient"  # called with the local tensor, to set a gradient that is elsewhere, when it is asked for
 WRITTEN = "_on_write"
 """An attribute of some DTensors: a function to call before they can be written to past all version counters."""
 
@@ -479,6 +480,8 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
 
     @property
     def grad(self) -> DTensor | None:
+        if (bring := self.__dict__.pop(BRINGS, None)) is not None:
+            bring(self._local)
         g = self._local.grad
         if g is None:
             return None
@@ -495,6 +498,7 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
 
     @grad.setter
     def grad(self, value: DTensor | None) -> None:
+        self.__dict__.pop(BRINGS, None)
         if value is None:
             self._local.grad = self._grad_wrapper = None
             return
@@ -587,8 +591,8 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
         if not self._local.is_leaf:
             raise RuntimeError("only DTensors created by the user (graph leaves) can be deep-copied")
         local = keeping_strides(self._local.detach().clone(), self._local).requires_grad_(self._local.requires_grad)
-        if self._local.grad is not None:
-            local.grad = self._local.grad.detach().clone()
+        if (grad := self.grad) is not None:
+            local.grad = grad._local.detach().clone()
         result = wrap(local, self._layout)
         memo[id(self)] = result
         result.__dict__.update(copy.deepcopy(self.__dict__, memo))

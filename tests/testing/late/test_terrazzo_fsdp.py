@@ -138,6 +138,11 @@ def check_offload_of_the_optimizer(device):
     return train(sharded(device, offload_policy=CPUOffloadPolicy(parameters=False)), device)
 
 
+def check_offload_of_gradients(device):
+    policy = CPUOffloadPolicy(parameters=False, gradients=True)
+    return train(sharded(device, offload_policy=policy), device, micros=2)
+
+
 def check_offload_and_accumulation(device):
     return train(sharded(device, offload_policy=CPUOffloadPolicy()), device, micros=2)
 
@@ -369,6 +374,7 @@ OTHERS = (
     check_accumulation,
     check_offload_to_pageable_memory,
     check_offload_of_the_optimizer,
+    check_offload_of_gradients,
     check_offload_and_accumulation,
     check_offloaded_state_that_the_host_reads,
     check_whole_after_forward,

@@ -32,6 +32,7 @@ from terrazzo.comm.in_place import InPlace
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.misuse import remark_on_graph
+from terrazzo.fsdp.offload import park_gradient, parked_gradient, to_host
 from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.bucket import Bucket
@@ -409,12 +410,11 @@ class Gradients:
         current.wait_stream(stream)
 
     def _at_rest(self, reduced: Tensor) -> Tensor:
-        """The gradients in the dtype and on the device of the sharded parameters."""
+        """The gradients in the dtype of the sharded parameters, and on the device where they are kept."""
         settings, dtype = self.bucket.settings, self.bucket.dtype
-        if settings.rest_device == reduced.device:
+        if settings.gradients_device == reduced.device:
             return reduced.to(dtype)
-        resting = settings.empty_shard(reduced.numel(), dtype)
-        resting.copy_(reduced.to(dtype), non_blocking=settings.pinned)
+        resting = to_host(reduced.to(dtype), settings)
         if settings.pinned:
             self._copied = torch.get_device_module(reduced.device.type).Event()
             self._copied.record()
@@ -460,27 +460,31 @@ class Gradients:
         if self.options.divisor is not None and any(grad is not None for grad in grads):
             torch._foreach_div_([grad for grad in grads if grad is not None], self.options.divisor)
         bucket = self.bucket
-        if bucket.aliased and self.dtype is bucket.dtype:
+        device, dtype = bucket.settings.gradients_device, bucket.dtype
+        if bucket.aliased and self.dtype is dtype and device == bucket.settings.rest_device:
             return grads
-        device, dtype = bucket.settings.rest_device, bucket.dtype
         return [None if grad is None else grad.to(device, dtype) for grad in grads]
 
     def _accumulate_in_shards(self, params: Sequence[ShardedParameter], grads: list[Tensor | None]) -> None:
         """Add gradients to those of the sharded parameters, and call users' hooks on these."""
         known, new, hooked = [], [], []
-        watched = have_hooks(param.sharded._local for param in params)
+        watched, settings = have_hooks(param.sharded._local for param in params), self.bucket.settings
+        parks = settings.parks_gradients
         for param, grad in zip(params, grads, strict=True):
             local = param.sharded._local
             if grad is None:
                 continue
             if watched and gradient_hooks(local):
                 self.settle()
-                grad = _after_hooks(local, grad)
-            if local.grad is None:
-                local.grad = grad
-            else:
-                known.append(local.grad)
+                grad = self._at_rest(_after_hooks(local, grad.to(local.device)))
+            before = parked_gradient(param.sharded, settings) if parks else local.grad
+            if before is not None:
+                known.append(before)
                 new.append(grad)
+            elif parks:
+                park_gradient(param.sharded, grad, settings)
+            else:
+                local.grad = grad
             if watched and accumulation_hooks(local):
                 hooked.append(local)
         if known or hooked:

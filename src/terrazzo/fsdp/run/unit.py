@@ -21,7 +21,7 @@ from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.meshes import DataMesh, InnerMesh
 from terrazzo.fsdp.misuse import remark_on_writes
-from terrazzo.fsdp.offload import park_state_of
+from terrazzo.fsdp.offload import has_gradient, park_state_of
 from terrazzo.fsdp.parameter import ShardedParameter, are_alike, check_alike
 from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.bucket import Bucket
@@ -339,7 +339,7 @@ class Unit:
 
     def has_sharded_gradients(self) -> bool:
         """Whether a sharded parameter has a gradient."""
-        return any(param.sharded._local.grad is not None for param in self.params)
+        return any(has_gradient(param.sharded) for param in self.params)
 
     def free(self) -> bool:
         """Free the unsharded parameters' memory, and register the sharded ones; returns whether shards may have been
