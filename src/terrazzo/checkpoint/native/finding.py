@@ -18,7 +18,7 @@ import numpy as np
 from terrazzo.checkpoint.native.chunks import Overlap, complete_parts, overlapping
 from terrazzo.checkpoint.native.dtype_names import itemsize_of
 from terrazzo.checkpoint.native.format import checksum
-from terrazzo.checkpoint.native.index import RAW, IndexRows, decode_index, name_hash
+from terrazzo.checkpoint.native.index import COLUMNS, RAW, IndexRows, decode_index, name_hash
 from terrazzo.checkpoint.native.root import TENSOR, Root, RootTensor
 from terrazzo.checkpoint.native.spans import StoredChunk, WantedBox
 from terrazzo.checkpoint.stores.base import Request, Store
@@ -310,8 +310,7 @@ def in_file_order(wanted: list[WantedBox]) -> list[WantedBox]:
 
 
 def _no_rows() -> IndexRows:
-    none, numbers = np.empty(0, np.uint64), np.empty(0, np.uint32)
-    return IndexRows(none, none, none, numbers, numbers, numbers, numbers, none, none, numbers)
+    return IndexRows(**{name: np.empty(0, kind) for name, kind in COLUMNS.items()})
 
 
 _LARGE: Final = 16 << 20  # bytes: for fewer, asking for the sizes of files is not worth it

@@ -19,6 +19,19 @@ Array = np.ndarray[Any, Any]
 
 _MAGIC: Final = b"TZINDEX1"
 _HEAD: Final = struct.Struct("<8sQQQQ")  # magic, chunks, numbers of boxes, blocks, blocks that have a stored length
+# The columns of a file, in order. Of those that are in `IndexRows.runs` a chunk has several numbers, of the others one.
+COLUMNS: Final = {
+    "hashes": "<u8",
+    "starts": "<u8",
+    "nbytes": "<u8",
+    "boxes": "<u8",
+    "sums": "<u8",
+    "files": "<u4",
+    "blocks": "<u4",
+    "ndims": "<u4",
+    "codecs": "<u4",
+    "frames": "<u4",
+}
 RAW: Final = 0
 ZSTD: Final = 1
 
@@ -60,11 +73,14 @@ class IndexRows:
 
     def __post_init__(self) -> None:
         counts = self.block_counts()
-        self.first_sum = np.cumsum(counts) - counts
-        framed = np.where(self.codecs == RAW, 0, counts)
-        self.first_frame = np.cumsum(framed) - framed
-        numbers = 2 * self.ndims.astype(np.int64)
-        self.first_box = np.cumsum(numbers) - numbers
+        lengths = {
+            "boxes": 2 * self.ndims.astype(np.int64),
+            "sums": counts,
+            "frames": np.where(self.codecs == RAW, 0, counts),
+        }
+        # Of the columns that have several numbers for a chunk: where each chunk's begin, and how many it has.
+        self.runs = {name: (np.cumsum(each) - each, each) for name, each in lengths.items()}
+        self.first_box, self.first_sum, self.first_frame = (first for first, _ in self.runs.values())
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -100,18 +116,14 @@ class IndexRows:
 
     def digests(self) -> Array:
         """A digest of each chunk's box and of the checksums of its bytes: 128 bits, as two columns."""
-        counts, numbers = self.block_counts(), 2 * self.ndims.astype(np.int64)
         with np.errstate(over="ignore"):
             lanes = []
             for seed in (np.uint64(0), np.uint64(0x5851F42D4C957F2D)):
                 lane = np.full(len(self), seed)
                 for column in (self.nbytes, self.blocks, self.codecs):
                     lane = scrambled(lane ^ column.astype(np.uint64))
-                for values, first, lengths in (
-                    (self.boxes, self.first_box, numbers),
-                    (self.sums, self.first_sum, counts),
-                ):
-                    lane = scrambled(lane ^ _sums_of_runs(values, first, lengths, seed))
+                for values, run in ((self.boxes, self.runs["boxes"]), (self.sums, self.runs["sums"])):
+                    lane = scrambled(lane ^ _sums_of_runs(values, *run, seed))
                 lanes.append(lane)
         found: Array = np.stack(lanes, axis=1)
         return found
@@ -130,58 +142,44 @@ def _sums_of_runs(values: Array, first: Array, lengths: Array, seed: Any) -> Arr
 
 def index_size(chunks: int, box_numbers: int, blocks: int, frames: int) -> int:
     """The size in bytes of an index, which does not depend on its contents."""
-    return _HEAD.size + chunks * (3 * 8 + 2 * 4 + 2 * 4) + 8 * box_numbers + 8 * blocks + 4 * (frames + frames % 2)
+    counts = {"boxes": box_numbers, "sums": blocks, "frames": frames}
+    columns = sum(np.dtype(kind).itemsize * counts.get(name, chunks) for name, kind in COLUMNS.items())
+    return _HEAD.size + columns + 4 * (frames % 2)
 
 
 def encode_index(rows: IndexRows) -> bytes:
     """The bytes of an index; rows in any order."""
     order = np.lexsort((rows.starts, rows.files, rows.hashes))
-    counts, framed = rows.block_counts()[order], np.where(rows.codecs == RAW, 0, rows.block_counts())[order]
-    numbers = 2 * rows.ndims.astype(np.int64)[order]
-    head = _HEAD.pack(_MAGIC, len(rows), len(rows.boxes), len(rows.sums), len(rows.frames))
-    return b"".join(
-        [
-            head,
-            rows.hashes[order].astype("<u8").tobytes(),
-            rows.starts[order].astype("<u8").tobytes(),
-            rows.nbytes[order].astype("<u8").tobytes(),
-            _runs(rows.boxes, rows.first_box[order], numbers).astype("<u8").tobytes(),
-            _runs(rows.sums, rows.first_sum[order], counts).astype("<u8").tobytes(),
-            rows.files[order].astype("<u4").tobytes(),
-            rows.blocks[order].astype("<u4").tobytes(),
-            rows.ndims[order].astype("<u4").tobytes(),
-            rows.codecs[order].astype("<u4").tobytes(),
-            _runs(rows.frames, rows.first_frame[order], framed).astype("<u4").tobytes(),
-            bytes(4 * (len(rows.frames) % 2)),
-        ]
-    )
+    encoded = [_HEAD.pack(_MAGIC, len(rows), len(rows.boxes), len(rows.sums), len(rows.frames))]
+    for name, kind in COLUMNS.items():
+        values = getattr(rows, name)
+        if name in rows.runs:
+            first, counts = rows.runs[name]
+            values = _runs(values, first[order], counts[order])
+        else:
+            values = values[order]
+        encoded.append(values.astype(kind).tobytes())
+    return b"".join([*encoded, bytes(4 * (len(rows.frames) % 2))])
 
 
 def decode_index(data: bytes | bytearray | memoryview, source: str) -> IndexRows:
     """The rows of an index whose checksum has been compared."""
     if len(data) < _HEAD.size or bytes(data[:8]) != _MAGIC:
         raise CheckpointCorruptError(f"{source}: this is no index")
-    _, chunks, numbers, blocks, frames = _HEAD.unpack_from(data)
-    if len(data) != index_size(chunks, numbers, blocks, frames):
+    _, chunks, *lengths = _HEAD.unpack_from(data)
+    if len(data) != index_size(chunks, *lengths):
         raise CheckpointCorruptError(f"{source}: the index's columns do not fit its head")
-    position = _HEAD.size
-
-    def column(kind: str, count: int) -> Array:
-        nonlocal position
-        found = np.frombuffer(data, kind, count, position)
-        position += found.nbytes
-        return found
-
-    hashes, starts, nbytes = column("<u8", chunks), column("<u8", chunks), column("<u8", chunks)
-    boxes, sums = column("<u8", numbers), column("<u8", blocks)
-    files, each, ndims, codecs = (column("<u4", chunks) for _ in range(4))
-    rows = IndexRows(hashes, starts, nbytes, files, each, ndims, codecs, boxes, sums, column("<u4", frames))
+    counts, position = dict(zip(("boxes", "sums", "frames"), lengths, strict=True)), _HEAD.size
+    columns: dict[str, Array] = {}
+    for name, kind in COLUMNS.items():
+        columns[name] = np.frombuffer(data, kind, counts.get(name, chunks), position)
+        position += columns[name].nbytes
+    rows = IndexRows(**columns)
+    hashes = rows.hashes
     if (
-        int(rows.block_counts().sum()) != blocks
-        or 2 * int(ndims.sum(dtype=np.int64)) != numbers
-        or int(np.where(codecs == RAW, 0, rows.block_counts()).sum()) != frames
+        any(int(each.sum()) != counts[name] for name, (_, each) in rows.runs.items())
         or bool((hashes[1:] < hashes[:-1]).any())
-        or bool((nbytes >> np.uint64(62)).any() or (boxes >> np.uint64(62)).any() or (starts >> np.uint64(62)).any())
+        or any(bool((each >> np.uint64(62)).any()) for each in (rows.nbytes, rows.boxes, rows.starts))
     ):
         raise CheckpointCorruptError(f"{source}: the index does not make sense")
     return rows
