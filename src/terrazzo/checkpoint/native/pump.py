@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
+import msgspec
 import torch
 import xxhash
 
@@ -31,43 +32,51 @@ _HASHED_AT_ONCE: Final = 64 << 10  # xxhash releases the lock, too, for more tha
 _MAX_BUFFERS: Final = 1000
 
 
-class Pump:
-    """Writes rows that follow one another in a file; one per thread.
+class WrittenRow(msgspec.Struct, eq=False, gc=False):
+    """A row where it lies: `nbytes` from `start` on in a file, and the checksum of each block.
 
-    Afterwards `starts` has where each row begins, `stored` how many bytes it has there, `sums` the checksums of all
-    blocks, and `frames` the stored bytes of the blocks of rows that have a codec.
+    `frames` has the stored bytes of each block, if the row has a codec.
     """
+
+    row: Row
+    start: int
+    nbytes: int
+    sums: list[int]
+    frames: list[int]
+
+
+class Pump:
+    """Writes rows that follow one another in a file; one per thread. `written` has them afterwards."""
 
     def __init__(self, file: Upload, start: int, buffer_bytes: int) -> None:
         self._file = file
         beside = threading.current_thread() is not threading.main_thread()
         self._piece = _PIECE_BESIDE if beside else _PIECE
         self._checksum = _checksum_beside if beside else checksum
-        self._written = start
-        self._waiting: list[tuple[memoryview, int]] = []  # and how many bytes of each have one checksum
+        self._end = start
+        # With how many bytes of each have one checksum, and where these go.
+        self._waiting: list[tuple[memoryview, int, list[int]]] = []
         self._kept: list[object] = []  # what owns the waiting memory
         self._buffer_bytes = max(buffer_bytes // BLOCK, 1) * BLOCK
-        self.starts: list[int] = []
-        self.stored: list[int] = []
-        self.sums: list[int] = []
-        self.frames: list[int] = []
+        self.written: list[WrittenRow] = []
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write the data of the rows, one after the other."""
-        end, waiting = self._written, 0
+        end, waiting = self._end, 0
         for row in rows:
-            self.starts.append(end)
+            written = WrittenRow(row, end, 0, [], [])
+            self.written.append(written)
             limit = min(self._piece, _FRAMES) if row.form.codec else self._piece
-            for data, owner, block in self._pieces(row):
+            for data, owner, block in self._pieces(written):
                 if owner is None:
                     self._flush(self._file.give)
-                self._waiting.append((data, block))
+                self._waiting.append((data, block, written.sums))
                 self._kept.append(owner)
                 end, waiting = end + len(data), waiting + len(data)
                 if owner is None or waiting >= limit or len(self._waiting) >= _MAX_BUFFERS:
                     self._flush(self._file.write if owner is None else self._file.give)
                     waiting = 0
-            self.stored.append(end - self.starts[-1])
+            written.nbytes = end - written.start
         self._flush(self._file.give)
 
     def _flush(self, put: Callable[[int, Sequence[memoryview]], None]) -> None:
@@ -77,19 +86,19 @@ class Pump:
         interpreter's lock, too, and often have to wait for it if the main thread wants it.
         """
         if self._waiting:
-            for data, block in self._waiting:
+            for data, block, sums in self._waiting:
                 if len(data) <= block:
-                    self.sums.append(self._checksum(data))
+                    sums.append(self._checksum(data))
                 else:
                     for start in range(0, len(data), block):
-                        self.sums.append(self._checksum(data[start : start + block]))
-            put(self._written, [data for data, _ in self._waiting])
-            self._written += sum([len(data) for data, _ in self._waiting])
+                        sums.append(self._checksum(data[start : start + block]))
+            put(self._end, [data for data, _, _ in self._waiting])
+            self._end += sum([len(data) for data, _, _ in self._waiting])
             self._waiting, self._kept = [], []
 
-    def _pieces(self, row: Row) -> Iterator[tuple[memoryview, object, int]]:
+    def _pieces(self, written: WrittenRow) -> Iterator[tuple[memoryview, object, int]]:
         """The bytes of a row: pieces of memory, what owns it (None: it will be used again), and a block's length."""
-        form = row.form
+        row, form = written.row, written.row.form
         data = row.tensor() if row.kind == TENSOR else row.data()
         owner: object = data
         pieces: Iterable[Any] = [data]
@@ -103,7 +112,7 @@ class Pump:
             if form.codec:
                 for start in range(0, len(piece), form.block):
                     frame = encode_frame(piece[start : start + form.block], form.dtype.itemsize)
-                    self.frames.append(len(frame))
+                    written.frames.append(len(frame))
                     yield memoryview(frame), frame, len(frame)
             elif owner is None:
                 if piece:  # it may be less than a block, which comes with the next one

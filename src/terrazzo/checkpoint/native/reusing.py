@@ -10,7 +10,7 @@ file that is missing or has another size is not adopted, and its chunks are writ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -18,7 +18,7 @@ from terrazzo.checkpoint.native.commit import read_manifest
 from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import adopted_name
-from terrazzo.checkpoint.native.pump import Pump
+from terrazzo.checkpoint.native.pump import Pump, WrittenRow
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.native.spans import StoredChunk
@@ -27,13 +27,6 @@ from terrazzo.errors import CheckpointNotFoundError
 
 # A file is not adopted if less than this part of it is still used: its used chunks are written again.
 _WORTH_KEEPING: Final = 0.25
-
-
-class Reused(msgspec.Struct, frozen=True, eq=False):
-    """A row, and where it is stored already: in a file of the new checkpoint."""
-
-    row: Row
-    stored: StoredChunk
 
 
 class _Nowhere(Upload):
@@ -51,8 +44,8 @@ class _Nowhere(Upload):
 
 def find_unchanged(
     rows: Sequence[Row], store: Store, base: Store, buffer_bytes: int, save_id: str
-) -> tuple[list[Row], list[Reused]]:
-    """Which of the rows have to be written, and which are in the base; the latter's files are adopted by `store`.
+) -> tuple[list[Row], list[tuple[FileEntry, WrittenRow]]]:
+    """Which of the rows have to be written, and which are in files of the base, that `store` has adopted.
 
     The save's id is for the adopted files' names.
     """
@@ -68,11 +61,11 @@ def find_unchanged(
             candidates.append((row, found))
     adopted = _adopted([found for _, found in candidates], store, base, save_id)
     reused = [
-        Reused(row, msgspec.structs.replace(found, file=adopted[found.file.name]))
+        (adopted[found.file.name], WrittenRow(row, found.start, found.nbytes, *_numbers(found)))
         for row, found in candidates
         if found.file.name in adopted
     ]
-    settled = {id(each.row) for each in reused}
+    settled = {id(each.row) for _, each in reused}
     return [row for row in rows if id(row) not in settled], reused
 
 
@@ -88,11 +81,8 @@ def _is_same(row: Row, stored: StoredChunk, buffer_bytes: int) -> bool:
         return False
     pump = Pump(_Nowhere(), 0, buffer_bytes)
     pump.write([row])
-    count = len(pump.sums)
-    same: bool = pump.sums == stored.sums[stored.first_sum : stored.first_sum + count].tolist()
-    if same and stored.codec:
-        same = pump.frames == stored.frames[stored.first_frame : stored.first_frame + count].tolist()
-    return same
+    (written,) = pump.written
+    return (written.sums, written.frames) == _numbers(stored)
 
 
 def _adopted(found: Sequence[StoredChunk], store: Store, base: Store, save_id: str) -> dict[str, FileEntry]:
@@ -119,10 +109,9 @@ def _has_its_size(base: Store, file: FileEntry) -> bool:
         return False
 
 
-def stored_numbers(reused: Reused) -> tuple[list[Any], list[Any]]:
+def _numbers(stored: StoredChunk) -> tuple[list[int], list[int]]:
     """The checksums and stored lengths of a chunk's blocks."""
-    stored = reused.stored
-    count = -(-stored.nbytes // stored.block)
+    count = stored.blocks
     sums = stored.sums[stored.first_sum : stored.first_sum + count].tolist()
     frames = stored.frames[stored.first_frame : stored.first_frame + count].tolist() if stored.codec else []
     return sums, frames

@@ -29,8 +29,8 @@ from terrazzo.checkpoint.native.format import (
 from terrazzo.checkpoint.native.index import ZSTD, IndexRows, encode_index, name_hash
 from terrazzo.checkpoint.native.merging import SaveFacts, merge
 from terrazzo.checkpoint.native.parts import WrittenPart, make_part
-from terrazzo.checkpoint.native.pump import Pump
-from terrazzo.checkpoint.native.reusing import Reused, find_unchanged, stored_numbers
+from terrazzo.checkpoint.native.pump import Pump, WrittenRow
+from terrazzo.checkpoint.native.reusing import find_unchanged
 from terrazzo.checkpoint.native.root import TENSOR, FileEntry, ObjectEntry, PartEntry, Root
 from terrazzo.checkpoint.native.rows import Form, Row
 from terrazzo.checkpoint.stores.base import Entry, Store, Upload
@@ -74,14 +74,14 @@ def write_part(
     rows, tied = _without_tied(rows)
     if store.caps.file_bytes is not None:
         rows, tied = _cut(rows, tied, store.caps.file_bytes)
-    reused: list[Reused] = []
+    reused: list[tuple[FileEntry, WrittenRow]] = []
     if base is not None:
         rows, reused = find_unchanged(rows, store, base, options.buffer_bytes, files.save_id)
     groups = _groups(rows, options, store.caps.file_bytes)
     layouts = [lay_out(group, files.save_id) for group in groups]
     names = [data_name(files.save_id, files.rank, index if len(layouts) > 1 else None) for index in range(len(layouts))]
     # Not those that kept their names: they are the base's own, in this very place.
-    adopted = {each.stored.file.name for each in reused if save_of(each.stored.file.name) == files.save_id}
+    adopted = {file.name for file, _ in reused if save_of(file.name) == files.save_id}
     # Of a single file, the end is left to the disk while the part is described.
     unfinished: list[Upload] | None = [] if len(layouts) == 1 else None
     writes = [
@@ -92,7 +92,7 @@ def write_part(
         written = results_of(writes, 1 if store.caps.in_place else _FILES_AT_ONCE, "terrazzo-write")
         written = [_with_tied(file, tied) for file in [*written, *_as_files(reused)]]
         entry = _part_entry(store, written, files)
-        stored = [row for file in written for row in file.rows]
+        stored = [each.row for file in written for each in file.rows]
         boxes = [row.form.box.offsets + row.form.box.lengths for row in stored]
         part = make_part([row.entry for row in stored], boxes, entry, inline)
         while unfinished:
@@ -162,40 +162,21 @@ def _cut(rows: list[Row], tied: _Tied, limit: int) -> tuple[list[Row], _Tied]:
 
 def _with_tied(file: _WrittenFile, tied: _Tied) -> _WrittenFile:
     """The file with the rows, too, that are the same memory as one of its own: they are stored in the same place."""
-    if not any(id(row) in tied for row in file.rows):
+    if not any(id(each.row) in tied for each in file.rows):
         return file
-    rows, starts, sums, frames = list(file.rows), list(file.starts), list(file.sums), list(file.frames)
-    first_sum = first_frame = 0
-    for row, start in zip(file.rows, file.starts, strict=True):
-        blocks = -(-row.form.nbytes // row.form.block)
-        framed = blocks if row.form.codec else 0
-        for same in tied.get(id(row), ()):
-            rows.append(same)
-            starts.append(start)
-            sums += file.sums[first_sum : first_sum + blocks]
-            frames += file.frames[first_frame : first_frame + framed]
-        first_sum, first_frame = first_sum + blocks, first_frame + framed
-    return _WrittenFile(file.entry, tuple(rows), starts, sums, frames)
+    rows = []
+    for each in file.rows:
+        rows.append(each)
+        rows += [msgspec.structs.replace(each, row=same) for same in tied.get(id(each.row), ())]
+    return _WrittenFile(file.entry, rows)
 
 
-def _as_files(reused: Sequence[Reused]) -> list[_WrittenFile]:
+def _as_files(reused: Sequence[tuple[FileEntry, WrittenRow]]) -> list[_WrittenFile]:
     """What is stored already, as files of which only these rows count."""
-    by_file: dict[str, list[Reused]] = {}
-    for each in reused:
-        by_file.setdefault(each.stored.file.name, []).append(each)
-    found = []
-    for group in by_file.values():
-        numbers = [stored_numbers(each) for each in group]
-        found.append(
-            _WrittenFile(
-                group[0].stored.file,
-                tuple(each.row for each in group),
-                [each.stored.start for each in group],
-                [value for sums, _ in numbers for value in sums],
-                [value for _, frames in numbers for value in frames],
-            )
-        )
-    return found
+    by_name: dict[str, _WrittenFile] = {}
+    for file, row in reused:
+        by_name.setdefault(file.name, _WrittenFile(file, [])).rows.append(row)
+    return [*by_name.values()]
 
 
 def _part_entry(store: Store, written: Sequence[_WrittenFile], files: FilesOfRank) -> PartEntry:
@@ -243,13 +224,10 @@ def _groups(rows: list[Row], options: WriteOptions, file_bytes: int | None) -> l
 
 @dataclass(frozen=True, slots=True)
 class _WrittenFile:
-    """A data file that is complete, and what an index says of its rows."""
+    """A data file that is complete, and its rows."""
 
     entry: FileEntry
-    rows: tuple[Row, ...]
-    starts: list[int]
-    sums: list[int]
-    frames: list[int]
+    rows: list[WrittenRow]
 
 
 def _write_file(
@@ -274,19 +252,12 @@ def _write_file(
         else:
             writes = [partial(pump.write, layout.rows[part]) for pump, part in zip(pumps, segments, strict=True)]
             results_of(writes, len(pumps), "terrazzo-write")
-        starts = [start for pump in pumps for start in pump.starts]
-        stored = [nbytes for pump in pumps for nbytes in pump.stored]
-        end = starts[-1] + stored[-1]
+        rows = [row for pump in pumps for row in pump.written]
+        end = rows[-1].start + rows[-1].nbytes
         if options.compression:  # only now is it known where each row lies
-            header = file_header(layout.rows, stored, files.save_id, len(header))
+            header = file_header(layout.rows, [row.nbytes for row in rows], files.save_id, len(header))
             upload.write(0, [memoryview(header)])
-        written = _WrittenFile(
-            FileEntry(name, end, len(header), checksum(header)),
-            layout.rows,
-            starts,
-            [value for pump in pumps for value in pump.sums],
-            [value for pump in pumps for value in pump.frames],
-        )
+        written = _WrittenFile(FileEntry(name, end, len(header), checksum(header)), rows)
         upload.truncate(end)
     except BaseException:
         upload.abort()
@@ -301,20 +272,21 @@ def _write_file(
 
 def _rows(files: Sequence[_WrittenFile]) -> IndexRows:
     """The rows of these files as the columns of an index."""
-    rows = [row for file in files for row in file.rows]
+    written = [each for file in files for each in file.rows]
+    rows = [each.row for each in written]
     forms = [row.form for row in rows]
     hashes = {name: name_hash(name) for name in dict.fromkeys(row.name for row in rows)}
     return IndexRows(
         hashes=np.array([hashes[row.name] for row in rows], dtype=np.uint64),
-        starts=np.array([start for file in files for start in file.starts], dtype=np.uint64),
+        starts=np.array([each.start for each in written], dtype=np.uint64),
         nbytes=np.array([form.nbytes for form in forms], dtype=np.uint64),
         files=np.repeat(np.arange(len(files), dtype=np.uint32), [len(file.rows) for file in files]),
         blocks=np.array([form.block for form in forms], dtype=np.uint32),
         ndims=np.array([len(form.shape) for form in forms], dtype=np.uint32),
         codecs=np.array([form.codec for form in forms], dtype=np.uint32),
         boxes=np.array([n for form in forms for n in (*form.box.offsets, *form.box.lengths)], dtype=np.uint64),
-        sums=np.array([value for file in files for value in file.sums], dtype=np.uint64),
-        frames=np.array([value for file in files for value in file.frames], dtype=np.uint32),
+        sums=np.array([value for each in written for value in each.sums], dtype=np.uint64),
+        frames=np.array([value for each in written for value in each.frames], dtype=np.uint32),
     )
 
 
