@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import ProcessGroup, ReduceOp, Store, distributed_c10d
+from torch.distributed import Backend, ProcessGroup, ReduceOp, Store, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.declared import attribute, private, replace
@@ -34,10 +36,19 @@ else:
     ReduceScatterOptions = private("torch._C._distributed_c10d.ReduceScatterOptions", _OPTIONS)
     ScatterOptions = private("torch._C._distributed_c10d.ScatterOptions", _OPTIONS)
 
-all_gather_flat: Any = private("torch.distributed.ProcessGroup._allgather_base", "all-gathers of every kind")
-reduce_scatter_flat: Any = private(
-    "torch.distributed.ProcessGroup._reduce_scatter_base", "reduce-scatters where the backend has one"
-)
+attribute("torch.distributed.ProcessGroup._allgather_base", "all-gathers of every kind")
+attribute("torch.distributed.ProcessGroup._reduce_scatter_base", "reduce-scatters where the backend has one")
+
+
+def all_gather_flat(group: Any, out: torch.Tensor, part: torch.Tensor, options: Any) -> Any:
+    """Start an all-gather of equally long parts."""
+    return group._allgather_base(out, part, options)  # called on the group, which may be written in Python
+
+
+def reduce_scatter_flat(group: Any, out: torch.Tensor, buffer: torch.Tensor, options: Any) -> Any:
+    """Start a reduce-scatter of equally long parts."""
+    return group._reduce_scatter_base(out, buffer, options)
+
 
 premultiplied_sum: Callable[[float], ReduceOp] = private(
     "torch._C._distributed_c10d._make_nccl_premul_sum", "NCCL divides gradients by any factor as it adds them"
@@ -132,6 +143,61 @@ def time_limit(group: ProcessGroup | None, device: torch.device) -> timedelta:
 def is_alive(group: ProcessGroup | None) -> bool:
     """Whether the group has not been destroyed."""
     return group is not None and group in distributed_c10d._world.pg_map
+
+
+attribute("torch.distributed.distributed_c10d._world", "ranks that are threads have process groups of their own")
+attribute("torch.distributed.distributed_c10d._world.pg_names", "a group of ranks that are threads has a name")
+_by_thread: Callable[[bool], None] = private(
+    "torch._C._distributed_c10d._set_thread_isolation_mode", "groups of ranks that are threads may have equal names"
+)
+attribute("torch.distributed.Backend._plugins", "the backend of ranks that are threads has the name of one of torch's")
+_PER_PROCESS = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
+
+
+class OwnGroups:
+    """The process groups of a rank that is a thread: in its `with` block they are those of this process."""
+
+    def __init__(self) -> None:
+        self._world: Any = SimpleNamespace(default_pg=None, group_count=0, comms=[], pg_coalesce_state={})
+        for name in _PER_PROCESS:
+            setattr(self._world, name, {})
+
+    def __enter__(self) -> None:
+        self._before = distributed_c10d._world
+        distributed_c10d._world = self._world
+
+    def __exit__(self, *_: object) -> None:
+        distributed_c10d._world = self._before
+
+
+@contextmanager
+def groups_by_thread(backend: str, make: Callable[..., ProcessGroup]) -> Iterator[None]:
+    """A block in which each thread knows its own groups only, and `make` makes groups of this backend."""
+    plugins = Backend._plugins
+    before = plugins.get(backend.upper())
+    Backend.register_backend(backend, make, devices=["cpu", "cuda", "xpu"])
+    _by_thread(True)
+    try:
+        yield
+    finally:
+        _by_thread(False)
+        if before is not None:
+            plugins[backend.upper()] = before
+
+
+def group_name(group: ProcessGroup) -> str:
+    """The name of a group."""
+    return distributed_c10d._world.pg_names[group]
+
+
+def autograd_in_this_thread() -> AbstractContextManager[None]:
+    """A block in which backward runs in the thread that called it, on any device."""
+    return torch.autograd.set_multithreading_enabled(False)
+
+
+def raise_in(thread: threading.Thread, error: type[BaseException]) -> None:
+    """Raise an error in another thread, at its next line."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(error))
 
 
 def make_group(ranks: Sequence[int], rank: int, name: str, timeout: timedelta, description: str) -> ProcessGroup:

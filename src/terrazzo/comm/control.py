@@ -21,10 +21,12 @@ from torch.distributed import ProcessGroup
 
 from terrazzo._torch.groups import device_types, time_limit
 from terrazzo.comm.link import Link
+from terrazzo.comm.memory_group import MemoryLink, is_in_process
 from terrazzo.comm.simulated import Echo, is_simulated
 from terrazzo.errors import CommError, RankError, RankFailure
 
 Result = TypeVar("Result")
+AnyLink = Link | Echo | MemoryLink
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # without a process group
 _LONGEST_MESSAGE = 4000  # characters of an error message that are sent to other ranks
@@ -40,7 +42,7 @@ class ControlPlane:
     42
     """
 
-    def __init__(self, link: Link | Echo | None, ranks: Sequence[int], index: int, timeout: timedelta) -> None:
+    def __init__(self, link: AnyLink | None, ranks: Sequence[int], index: int, timeout: timedelta) -> None:
         """Use `for_group` or `create`."""
         self._link = link
         self.ranks = tuple(ranks)  # global ranks by position
@@ -72,7 +74,7 @@ class ControlPlane:
         cls,
         group: ProcessGroup | None,
         timeout: timedelta | None,
-        link_of: Callable[[ProcessGroup, Sequence[int], timedelta], Link | Echo],
+        link_of: Callable[[ProcessGroup, Sequence[int], timedelta], AnyLink],
     ) -> Self:
         if group is None:
             if not (dist.is_available() and dist.is_initialized()):
@@ -92,7 +94,7 @@ class ControlPlane:
         """
         timeout = timeout or self.timeout
         link = self._link.living(timeout) if self._link is not None else None
-        if link is not self._link and isinstance(link, Link):
+        if link is not None and link is not self._link:
             _replace_shared(self._link, link)
         return type(self)(link, self.ranks, self.index, timeout)
 
@@ -192,10 +194,10 @@ def _failure_of(error: BaseException, rank: int) -> RankFailure:
 # ------------------------------------------------------------------ connections by process group
 
 _lock = threading.Lock()
-_shared: weakref.WeakKeyDictionary[ProcessGroup, Link | Echo] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[ProcessGroup, AnyLink] = weakref.WeakKeyDictionary()
 _made: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 # Links by name that this rank has begun to connect: one that failed is what the next attempt goes on from.
-_begun: weakref.WeakKeyDictionary[ProcessGroup, dict[str, Link | Echo]] = weakref.WeakKeyDictionary()
+_begun: weakref.WeakKeyDictionary[ProcessGroup, dict[str, AnyLink]] = weakref.WeakKeyDictionary()
 
 
 def time_limit_of(group: ProcessGroup) -> timedelta:
@@ -203,7 +205,7 @@ def time_limit_of(group: ProcessGroup) -> timedelta:
     return DEFAULT_TIMEOUT if is_simulated(group) else time_limit(group, device_types(group)[0])
 
 
-def _replace_shared(old: Link | Echo | None, new: Link) -> None:
+def _replace_shared(old: AnyLink | None, new: AnyLink) -> None:
     with _lock:
         for group, link in _shared.items():
             if link is old:
@@ -211,24 +213,26 @@ def _replace_shared(old: Link | Echo | None, new: Link) -> None:
                 return
 
 
-def _shared_link(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta) -> Link | Echo:
+def _shared_link(group: ProcessGroup, ranks: Sequence[int], timeout: timedelta) -> AnyLink:
     with _lock:
         known = _shared.get(group)
         if known is None:
             known = _shared[group] = _new_link(group, ranks, "plane")
     link = known.connected(timeout)  # without the lock: connecting may take as long as the slowest rank
-    if isinstance(link, Link) and link is not known:
+    if link is not known:
         _replace_shared(known, link)
     return link
 
 
-def _new_link(group: ProcessGroup, ranks: Sequence[int], name: str) -> Link | Echo:
+def _new_link(group: ProcessGroup, ranks: Sequence[int], name: str) -> AnyLink:
     if is_simulated(group):
         return Echo(len(ranks), group.rank())
+    if is_in_process(group):
+        return MemoryLink(group, ranks, name)
     return Link(group.get_group_store(), group.rank(), ranks, name)
 
 
-def _own_link(group: ProcessGroup, ranks: Sequence[int], name: str, timeout: timedelta) -> Link | Echo:
+def _own_link(group: ProcessGroup, ranks: Sequence[int], name: str, timeout: timedelta) -> AnyLink:
     """A new link that is not shared, also if others have the same name."""
     with _lock:
         numbers = _made.setdefault(group, Counter())

@@ -36,6 +36,7 @@ from terrazzo._torch.autograd import functorch_active, outside_transforms
 from terrazzo._torch.groups import default_store
 from terrazzo.comm import wire
 from terrazzo.comm.axis import Axis, axis_beside
+from terrazzo.comm.in_process import is_rank_here
 from terrazzo.comm.simulated import is_simulated
 from terrazzo.errors import CommError, DivergedRanksError
 
@@ -225,8 +226,8 @@ class Watch:
 
     def explain(self, error: CommError) -> CommError:
         """The error for a failed collective, with the position of every rank."""
-        if len(self._ranks) < 2 or isinstance(error, DivergedRanksError):
-            return error
+        if len(self._ranks) < 2 or isinstance(error, DivergedRanksError) or is_rank_here():
+            return error  # ranks that are threads know where the others are
         here = dist.get_rank()
         lines = []
         for rank, position in self._positions(here).items():
