@@ -212,7 +212,7 @@ def test_exchange():
 
 
 def test_arguments():
-    with pytest.raises(ValueError, match="'allow', 'warn' or 'error'"), communication_policy("forbid"):
-        pass
-    with pytest.raises(ValueError, match="bytes"), communication_policy("warn", above=-1):
-        pass
+    with pytest.raises(ValueError, match="'allow', 'warn' or 'error'"):
+        communication_policy("forbid")  # at once, not first in a `with`
+    with pytest.raises(ValueError, match="bytes"):
+        communication_policy("warn", above=-1)

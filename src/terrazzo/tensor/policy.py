@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, TypeAlias
@@ -41,8 +41,7 @@ class CommPolicyWarning(UserWarning):
     """An operation communicates more than `communication_policy` allows."""
 
 
-@contextmanager
-def communication_policy(action: Action, *, above: int = 0) -> Iterator[None]:
+def communication_policy(action: Action, *, above: int = 0) -> AbstractContextManager[None]:
     """Limit what operations on DTensors communicate implicitly.
 
     A policy covers the operations that this thread calls in the block, the backward and the recomputation of these
@@ -64,8 +63,7 @@ def communication_policy(action: Action, *, above: int = 0) -> Iterator[None]:
         raise ValueError(f"action must be 'allow', 'warn' or 'error', not {action!r}")
     if not isinstance(above, int) or above < 0:
         raise ValueError(f"above must be a number of bytes, not {above!r}")
-    with _in_force(Policy(action, above)):
-        yield
+    return _in_force(Policy(action, above))
 
 
 @contextmanager

@@ -115,10 +115,37 @@ def placements_and_bytes() -> None:
             F.cross_entropy(x, target + 500)
         with pytest.raises(ValueError, match="reduction"):
             F.cross_entropy(x, target, reduction="product")
+        # As on one device: class probabilities are floating point numbers, class indices are int64 or uint8.
+        shares = torch.zeros(64, 512, dtype=torch.int64)
+        for wrong in ((shares,), (shares.bool(),), (target.float(),), (target.int(),), (shares.float(), None, None, 1)):
+            for each in (logits, x):
+                with pytest.raises(RuntimeError, match="point|ignore_index|int64|Long"):
+                    F.cross_entropy(each, *wrong)
         terms = DTensor.from_local(logits[:, :128] / 2, plane, [Partial(), Shard(1)])
         whole = F.cross_entropy(torch.cat([logits[:, :128]] * 2, 1), target % 256)
         assert abs(F.cross_entropy(terms, target % 256).full_tensor() - whole) < 1e-5
         assert torch.equal(F.cross_entropy(logits, target), F.cross_entropy(logits, target))
+
+
+def small_indices() -> None:
+    """Class indices in uint8, which must neither wrap nor be a mask."""
+    mesh = init_device_mesh(device_type(), (4,))
+    logits, target = torch.randn(6, 500), torch.tensor([0, 3, 130, 200, 255, 1], dtype=torch.uint8)
+    everywhere = distribute_tensor(target, mesh)
+    for weight in (None, torch.rand(500)):
+        options = {"weight": weight}
+        expected = F.cross_entropy(logits, target, **options)
+        placed = options if weight is None else options | {"weight": distribute_tensor(weight, mesh)}
+        for placement in (Shard(1), Shard(0), R):
+            x = distribute_tensor(logits, mesh, [placement])
+            torch.testing.assert_close(F.cross_entropy(x, everywhere, **placed).full_tensor(), expected)
+        with loss_parallel():
+            x = distribute_tensor(logits, mesh, [Shard(1)])
+            torch.testing.assert_close(F.cross_entropy(x, target, **options).full_tensor(), expected)
+
+
+def test_class_indices_in_uint8():
+    run_ranks(4, small_indices)
 
 
 @pytest.mark.cpu_only("an accelerator finds out later")

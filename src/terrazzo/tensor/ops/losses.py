@@ -74,7 +74,7 @@ def _local_nll(chosen: Chosen, samples: Sequence[int], ignore_index: int, reduct
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
         named = dict(zip(("input", "target", "weight"), loc, strict=False)) | kw
-        x, wanted, weight = named["input"], named["target"], named.get("weight")
+        x, wanted, weight = named["input"], _indices(named["target"]), named.get("weight")
         check_bounds(wanted.masked_fill(wanted == ignore_index, 0), classes, "target")
         mine = (wanted >= first) & (wanted < first + count) & (wanted != ignore_index)
         local = torch.where(mine, wanted - first, _IGNORED)
@@ -194,7 +194,12 @@ def of_whole_rows(
 
 def _three(loc: Sequence[Any]) -> tuple[Any, Any, Any]:
     """Input, target and weight."""
-    return loc[0], loc[1], loc[2] if len(loc) > 2 else None
+    return loc[0], _indices(loc[1]), loc[2] if len(loc) > 2 else None
+
+
+def _indices(target: Any) -> Any:
+    """Class indices to compute with: in uint8, which PyTorch takes, too, differences wrap and an index is a mask."""
+    return target.long() if target.dtype is torch.uint8 else target
 
 
 @decomposition("cross_entropy", "cross_entropy_loss")
@@ -222,6 +227,7 @@ def cross_entropy(
     shaped = None if weight is None else weight.reshape(-1, *(1,) * (input.ndim - 2))
     if input.shape == target.shape:
         return _of_probabilities(logs, target, shaped, reduction, label_smoothing)
+    target = _indices(target)
     loss = F.nll_loss(logs, target, weight, ignore_index=ignore_index, reduction=reduction)
     if not label_smoothing:
         return loss

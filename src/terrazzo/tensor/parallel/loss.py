@@ -97,6 +97,7 @@ def _parallel_cross_entropy(
     logits = input.redistribute(placements=placements) if placements != list(input.placements) else input
     where = _Where.of(logits._layout)
     is_probability = tuple(target.shape) == tuple(input.shape)
+    _check_dtype(target, is_probability, ignore_index)
     wanted = _brought(target, where.layout if is_probability else where.samples, "target")
     weights = None
     if weight is not None:
@@ -106,10 +107,23 @@ def _parallel_cross_entropy(
     if is_probability:
         losses, total = _of_probabilities(rows, wanted, weights, label_smoothing)
     else:
-        losses, total = _of_indices(rows, wanted, weights, ignore_index, label_smoothing)
+        losses, total = _of_indices(rows, wanted.long(), weights, ignore_index, label_smoothing)
     # Autocast runs cross_entropy in float32.
     dtype = losses.dtype if torch.is_autocast_enabled(logits.device.type) else logits.dtype
     return _reduced(losses, total, where, reduction, dtype)
+
+
+def _check_dtype(target: Any, is_probability: bool, ignore_index: int) -> None:
+    """Raise for what `cross_entropy` refuses, too."""
+    if is_probability and (not target.is_floating_point() or ignore_index >= 0):
+        raise DTensorArgumentError(
+            "cross_entropy: a target of the logits' shape has probabilities, which must be floating point numbers "
+            f"without ignore_index, not {target.dtype} with ignore_index={ignore_index}"
+        )
+    if not is_probability and target.dtype not in (torch.int64, torch.uint8):
+        raise DTensorArgumentError(
+            f"cross_entropy: a target of one class per sample must be torch.int64 or torch.uint8, not {target.dtype}"
+        )
 
 
 def _brought(value: Any, layout: Layout, name: str) -> torch.Tensor:
