@@ -401,7 +401,114 @@ def test_what_makes_another_graph():
     run_ranks(2, recompiles, timeout=240)
 
 
+def in_blocks(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.shape[0] > 6 else (x * 3).view(-1, 2)[: x.shape[0] // 2].sum(1)
+
+
+def with_sizes(x: torch.Tensor) -> Any:
+    return x * x.shape[0], x.shape, x.shape[0]
+
+
+def by_type(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.shape[0] if isinstance(x.shape[0], int) else 100.0)
+
+
+def by_text(x: torch.Tensor) -> torch.Tensor:
+    return x * len(f"{x.shape[0]}")
+
+
+def in_parts(x: torch.Tensor) -> torch.Tensor:
+    return sum(part.sum(1) for part in x.chunk(3, 1))
+
+
+def test_sizes_that_change_need_one_more_graph_not_one_each():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
+    eager = copy.deepcopy(model)
+    fast = compiled(model)
+
+    def check(tokens: torch.Tensor) -> None:
+        for run in (fast, eager):
+            run.zero_grad()
+        outs = [run(tokens) for run in (fast, eager)]
+        for out in outs:
+            F.cross_entropy(out.flatten(0, 1), tokens.flatten() % 4).backward()
+        same(*outs, 1e-6)
+        same_gradients(model, eager, 1e-6)
+
+    for length in range(3, 13):
+        check(torch.randint(16, (4, length)))
+    assert graphs(fast) == 2
+    for batch in (2, 3, 7):
+        check(torch.randint(16, (batch, 5)))
+        check(torch.randint(16, (3 * batch, 6))[batch : 2 * batch])
+    assert graphs(fast) == 3
+    check(torch.randint(16, (7, 1)))  # one is as no other size: it is broadcast
+    assert graphs(fast) == 4
+    # What a program does depends on the size.
+    fast = compiled(in_blocks, recompile_limit=20)
+    for size in (2, 4, 6, 8, 10, 12, 6, 14):
+        x = torch.randn(size)
+        same(fast(x), in_blocks(x))
+    assert graphs(fast) <= 4
+    fast = compiled(with_sizes)
+    for size in (2, 3, 4):
+        x = torch.randn(size)
+        mine = fast(x)
+        same(mine[0], x * size)
+        assert mine[1] == x.shape and mine[2] == size and type(mine[1]) is torch.Size and type(mine[2]) is int
+    # What is a number to eager programs must not be a symbol to a graph.
+    for program in (by_type, by_text):
+        fast = compiled(program)
+        for size in (2, 3, 14, 15):
+            x = torch.randn(size)
+            same(fast(x), program(x))
+
+
+@pytest.mark.long
+def test_code_of_inductor_has_every_size_that_backward_needs():
+    fast = terrazzo.compile(in_parts, fullgraph=True)
+    for size in (5, 7, 8, 9, 6):
+        a, b = (torch.ones(2, size, requires_grad=True) for _ in range(2))
+        fast(a).square().sum().backward()
+        in_parts(b).square().sum().backward()
+        same(a.grad, b.grad, 1e-6)
+    assert graphs(fast) < 5
+
+
+def test_sizes_that_change_inside_fully_shard():
+    run_ranks(2, blocks_of_all_lengths, timeout=240)
+
+
+def blocks_of_all_lengths() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    eager = Block(16, 2)
+    block = compiled(copy.deepcopy(eager))
+    for each in (block, eager):
+        fully_shard(each, mesh=mesh)
+    for length in (4, 6, 5, 8):
+        x = torch.randn(2, length, 16)
+        outs = [run(x) for run in (block, eager)]
+        for out in outs:
+            out.square().mean().backward()
+        same(*outs, 1e-6)
+    same_gradients(block, eager, 1e-6)
+    assert graphs(block) == 2
+
+
 # ------------------------------------------------------------------ what cannot be a graph
+
+
+def test_an_lstm_on_a_cpu_is_refused_unless_it_is_one_of_simple_operations():
+    lstm, x = nn.LSTM(4, 4), torch.randn(3, 2, 4)
+    with pytest.raises(CaptureError, match="mkldnn.enabled = False"):
+        compiled(lstm)(x)
+    with torch.backends.mkldnn.flags(enabled=False):
+        eager = copy.deepcopy(lstm)
+        for run in (compiled(lstm), eager):
+            run(x)[0].square().sum().backward()
+    same_gradients(lstm, eager, 1e-6)
 
 
 def takes_item(x: Any) -> Any:

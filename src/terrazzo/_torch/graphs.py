@@ -5,7 +5,7 @@ Not imported with the package, because it takes long; its declarations are check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,13 +14,48 @@ import torch
 from terrazzo._torch.declared import check, later, private
 
 _CAPTURE = "terrazzo.compile captures programs on tensors without data"
+_SIZES = "one graph of terrazzo.compile serves arguments of several sizes"
 
 FakeTensorMode: Any = private("torch._subclasses.fake_tensor.FakeTensorMode", _CAPTURE)
 FakeTensor: Any = private("torch._subclasses.fake_tensor.FakeTensor", _CAPTURE)
 NEEDS_VALUE: Any = private("torch._subclasses.fake_tensor.DataDependentOutputException", "errors say what is missing")
 NEEDS_SHAPE: Any = private("torch._subclasses.fake_tensor.DynamicOutputShapeException", "errors say what is missing")
 NO_FAKE: Any = private("torch._subclasses.fake_tensor.UnsupportedOperatorException", "errors name the operation")
+ShapeEnv: Any = private("torch.fx.experimental.symbolic_shapes.ShapeEnv", _SIZES)
+_DimDynamic: Any = private("torch.fx.experimental.symbolic_shapes.DimDynamic", _SIZES)
+_SymbolicContext: Any = private("torch.fx.experimental.symbolic_shapes.StatelessSymbolicContext", _SIZES)
+_LocalSource: Any = private("torch._dynamo.source.LocalSource", _SIZES)
 without_modes: Any = private("torch.utils._python_dispatch._disable_current_modes", "random keys are real numbers")
+
+
+def of_any_size(tensor: torch.Tensor, dims: Collection[int], fake: Any, name: str) -> torch.Tensor:
+    """A tensor without data like this one, with symbols for the sizes of some dims: one symbol for equal sizes."""
+    sizes = [_DimDynamic.DUCK if dim in dims else _DimDynamic.STATIC for dim in range(tensor.ndim)]
+    result: torch.Tensor = fake.from_tensor(
+        _at_start(tensor), symbolic_context=_SymbolicContext(dynamic_sizes=sizes), source=_LocalSource(name)
+    )
+    return result
+
+
+def size_behind(value: Any) -> Any:
+    """The number that a symbol stands for in this capture, without an assumption that it stays so; others as given."""
+    return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
+
+
+def _at_start(tensor: torch.Tensor) -> torch.Tensor:
+    # Where it begins in its memory is compared, too, but no graph depends on it.
+    return tensor.detach().as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def check_of_sizes(environment: Any, examples: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """Whether tensors in place of the examples have sizes for which what was traced with the examples holds."""
+    code = environment.produce_guards_expression(examples, ignore_static=False)
+
+    def check(tensors: Sequence[torch.Tensor]) -> bool:
+        return code is None or bool(environment.evaluate_guards_expression(code, [_at_start(t) for t in tensors]))
+
+    return check
+
 
 # ------------------------------------------------------------------ settings around a call
 

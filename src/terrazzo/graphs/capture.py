@@ -10,16 +10,25 @@ is written, and how many random numbers are drawn; and errors in it have the pro
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from terrazzo._torch.dispatching import tree_flatten, tree_unflatten
-from terrazzo._torch.graphs import FakeTensor, FakeTensorMode, no_autocast, no_saved_tensor_hooks
+from terrazzo._torch.dispatching import TorchDispatchMode, tree_flatten, tree_unflatten
+from terrazzo._torch.graphs import (
+    FakeTensor,
+    FakeTensorMode,
+    ShapeEnv,
+    check_of_sizes,
+    no_autocast,
+    no_saved_tensor_hooks,
+    of_any_size,
+    size_behind,
+)
 from terrazzo._torch.storages import memory_of
 from terrazzo.comm import captured
 from terrazzo.errors import CaptureError
@@ -31,9 +40,10 @@ from terrazzo.tensor.copied_view import CopiedView
 from terrazzo.tensor.dtensor import DTensor, wrap
 
 Compiled = Callable[..., Sequence[torch.Tensor]]
-Backend = Callable[[nn.Module, list[torch.Tensor]], Compiled]
+Backend = Callable[[nn.Module, list[Any]], Compiled]
 """A function of a module of local tensors and its inputs without data; it returns a function that runs the module."""
 
+_SLICE = torch.ops.aten.slice.Tensor
 _lock = threading.RLock()  # programs are captured one after the other
 
 
@@ -102,6 +112,8 @@ class Graph:
     outputs: Outputs
     writes: tuple[tuple[Any, Any, Outputs], ...]  # attributes or items to set: holder, name and the new tensors
     written: tuple[int, ...]  # the inputs whose data is changed
+    sizes: tuple[tuple[int, int], ...] = ()  # that are inputs, too: positions among the call's tensors, and dims
+    fits: Callable[[Sequence[torch.Tensor]], bool] | None = None  # for several sizes: whether it is right for these
 
     # ------------------------------------------------------------------ the program on stand-ins
 
@@ -116,8 +128,9 @@ class _LocalProgram(nn.Module):
         self.outputs: Outputs | None = None
         self.writes: list[tuple[Any, Any, Outputs]] = []
 
-    def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.run(flat[: self._inputs], flat[self._inputs :])
+    def forward(self, *flat: Any) -> tuple[torch.Tensor, ...]:
+        draws = self._inputs + len(self.draws.sources)
+        return self.run(flat[: self._inputs], flat[self._inputs : draws])  # sizes follow, for backward
 
     def run(
         self, stand_ins: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor] | None = None
@@ -216,9 +229,14 @@ def _autocast(enabled: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
 # ------------------------------------------------------------------ capture
 
 
-def capture(subject: Subject, backend: Backend, executed: Executed) -> Graph:
-    """Make the graph of one call; raises NewCode, after `executed` got that code."""
-    fake = FakeTensorMode()
+def capture(subject: Subject, backend: Backend, executed: Executed, sizes: Mapping[int, Collection[int]]) -> Graph:
+    """Make the graph of one call; raises NewCode, after `executed` got that code.
+
+    `sizes` are the positions of arguments that may have other sizes in other calls, each with the dims for which the
+    graph shall not depend on the size.
+    """
+    environment = ShapeEnv() if sizes else None
+    fake = FakeTensorMode(shape_env=environment)
     draws = Draws(fake)
     with ExitStack() as stack:
         stack.enter_context(_lock)
@@ -232,39 +250,90 @@ def capture(subject: Subject, backend: Backend, executed: Executed) -> Graph:
         captured.recording = draws
         try:
             real = subject.locals()
-            detached, written = _rehearse(program, subject, real, fake, executed)
-            inputs = [_without_data(local, fake, not cut) for local, cut in zip(real, detached, strict=True)]
+            exact, steps = None, None
+            if sizes:  # the program may ask for what numbers and symbols differ in
+                numbered = _LocalProgram(subject, Draws(fake), len(subject.inputs))
+                exact, steps = _Steps(), _Steps()
+                captured.recording = numbered.draws
+                _rehearse(numbered, subject, real, real, executed, exact)
+                captured.recording = draws
+            examples = {i: of_any_size(real[subject.position[i]], dims, fake, f"t{i}") for i, dims in sizes.items()}
+            forms = list(real)
+            for i, example in examples.items():
+                forms[subject.position[i]] = example
+            detached, written = _rehearse(program, subject, real, forms, executed, steps)
+            if exact is not None and steps is not None and steps.seen != exact.seen:
+                raise CaptureError("it looks at what a size is, such as its type or its text", operation="a size")
+            with fake:
+                inputs = [
+                    _without_data(form, not cut and local.requires_grad)
+                    for form, local, cut in zip(forms, real, detached, strict=True)
+                ]
             with fake:
                 numbers = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in draws.sources]
             count = len(draws.sources)
-            run = backend(program, [*inputs, *numbers])
+            symbols = {
+                str(size): (i, dim, size)
+                for i, example in examples.items()
+                for dim, size in enumerate(example.shape)
+                if isinstance(size, torch.SymInt)
+            }
+            run = backend(program, [*inputs, *numbers, *(size for _, _, size in symbols.values())])
             assert len(draws.sources) == count and program.outputs is not None
         finally:
             captured.recording = None
             program.subject = None  # the compiled graph may keep this module, which must not keep the call's tensors
     cut_inputs = tuple(zip(subject.inputs, detached, strict=True))
-    return Graph(run, cut_inputs, tuple(draws.sources), program.outputs, tuple(program.writes), written)
+    graph = Graph(run, cut_inputs, tuple(draws.sources), program.outputs, tuple(program.writes), written)
+    if not sizes:
+        return graph
+    fits = check_of_sizes(environment, list(examples.values()))
+    return replace(graph, sizes=tuple((i, dim) for i, dim, _ in symbols.values()), fits=fits)
+
+
+class _Steps(TorchDispatchMode):
+    """Notes the operations in its block, with the numbers that symbols stand for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # For symbols only, C++ also takes whole slices and asks for devices.
+        if func.namespace != "prim" and (func is not _SLICE or _noted(result) != _noted(args[0])):
+            leaves, spec = tree_flatten((args, kwargs, result))
+            self.seen.append((func, spec, [_noted(leaf) for leaf in leaves]))
+        return result
+
+
+def _noted(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return [size_behind(n) for n in value.shape], value.dtype, value.device
+    value = size_behind(value)
+    return repr(value) if type(value) is float else value  # a NaN is not equal to itself
 
 
 def _rehearse(
     program: _LocalProgram,
     subject: Subject,
     real: Sequence[torch.Tensor],
-    fake: FakeTensorMode,
+    forms: Sequence[torch.Tensor],
     executed: Executed,
+    steps: _Steps | None,
 ) -> tuple[list[bool], tuple[int, ...]]:
     """Run once without data: which inputs have no gradient path to the result, and which are written."""
-    leaves = [_without_data(local, fake, local.requires_grad) for local in real]
-    with fake:
+    with program.draws.fake:
+        leaves = [_without_data(form, local.requires_grad) for form, local in zip(forms, real, strict=True)]
         # Not leaves, because programs may write to tensors that are not leaves.
         stand_ins = [
             leaf if local.is_leaf or not local.requires_grad else leaf.view_as(leaf)
             for leaf, local in zip(leaves, real, strict=True)
         ]
         before = [stand_in._version for stand_in in stand_ins]
-        forms = [_form(stand_in) for stand_in in stand_ins]
-        returned = _noting(program, stand_ins, subject.surroundings, executed)
-    if [_form(stand_in) for stand_in in stand_ins] != forms:
+        looks = [_form(stand_in) for stand_in in stand_ins]
+        returned = _noting(program, stand_ins, subject.surroundings, executed, steps)
+    if [_form(stand_in) for stand_in in stand_ins] != looks:
         raise CaptureError("it changes the shape, layout or storage of one of its inputs", operation="a write")
     if any(leaf.grad is not None for leaf in leaves):
         raise CaptureError(
@@ -294,10 +363,14 @@ def _rehearse(
 
 
 def _noting(
-    program: _LocalProgram, stand_ins: Sequence[torch.Tensor], surroundings: Surroundings, executed: Executed
+    program: _LocalProgram,
+    stand_ins: Sequence[torch.Tensor],
+    surroundings: Surroundings,
+    executed: Executed,
+    steps: _Steps | None,
 ) -> tuple[torch.Tensor, ...]:
     error: Exception | None = None
-    with executed.noting():
+    with steps or nullcontext(), executed.noting():
         try:
             returned = program.run(stand_ins)
         except Exception as raised:  # perhaps of a tensor that is found in what is searched now
@@ -309,10 +382,9 @@ def _noting(
     return returned
 
 
-def _without_data(local: torch.Tensor, fake: FakeTensorMode, requires_grad: bool) -> torch.Tensor:
-    with fake:
-        result = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
-    return result.requires_grad_(requires_grad and local.requires_grad)
+def _without_data(form: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    result = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=form.device)
+    return result.requires_grad_(requires_grad)
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -29,8 +29,18 @@ from terrazzo.comm import captured
 from terrazzo.errors import CaptureError, TerrazzoError
 from terrazzo.graphs.capture import Backend, Conditions, Graph, NewCode, Subject, capture, distinct
 from terrazzo.graphs.surroundings import Executed, Stale, Surroundings
-from terrazzo.graphs.values import Unkeyable, append_tensor_keys, collect, describe_tensor, describe_value, local_of
+from terrazzo.graphs.values import (
+    Unkeyable,
+    append_key_but_size,
+    append_tensor_keys,
+    collect,
+    describe_tensor,
+    describe_value,
+    is_resizable,
+    local_of,
+)
 from terrazzo.tensor import random
+from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.links import counts_as_replicated
 from terrazzo.tensor.ops.losses import parallel_loss
 
@@ -38,6 +48,7 @@ _BACKENDS = {"inductor": "terrazzo.graphs.inductor", "aot_eager": "terrazzo.grap
 _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 _attention = F.scaled_dot_product_attention
 _MOST_SEARCHES = 10  # each finds code that has not run before
+_MOST_KNOWN = 256  # calls whose graphs are found without a look at their sizes
 
 
 class CompileWarning(UserWarning):
@@ -64,6 +75,10 @@ class Record:
     calls: int = field(default=0)
 
 
+Sizes = dict[int, torch.Size]
+"""The shapes of those arguments that may have other sizes in the same graph, by position."""
+
+
 class Family:
     """Graphs whose programs were searched together: what they read is in the same surroundings.
 
@@ -75,6 +90,8 @@ class Family:
         self.surroundings = surroundings
         self.number = number
         self.known: dict[Any, Record] = {}
+        self.of_sizes: dict[Any, list[Record]] = {}
+        """Those whose graphs serve several sizes, by the key of a call without its sizes."""
 
     def key(self, given: Sequence[Any], key: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
         """The key of a call and its tensors, those in the arguments first; raises Stale, Unkeyable."""
@@ -83,6 +100,22 @@ class Family:
         whole = [*key, numbers]
         append_tensor_keys(tensors, whole)
         return tuple(whole), tensors
+
+    def key_but_sizes(self, given: Sequence[Any], key: Sequence[Any], sizes: Sizes) -> Any:
+        """The key of a call without these sizes; None if its graphs are for exact sizes, because of a DTensor."""
+        around, numbers = self.surroundings.look()
+        tensors = [*given, *around]
+        if any(isinstance(tensor, DTensor) for tensor in tensors):
+            return None
+        whole = [*key, numbers, tuple(distinct(tensors)[1])]
+        append_tensor_keys([tensor for i, tensor in enumerate(tensors) if i not in sizes], whole)
+        return tuple(whole)
+
+    def remember(self, whole: Any, record: Record) -> None:
+        """Run calls with this key by this record."""
+        if len(self.known) >= _MOST_KNOWN:  # the graphs for several sizes are found again
+            self.known = {key: r for key, r in self.known.items() if r.graph is None or r.graph.fits is None}
+        self.known[whole] = record
 
 
 class Program:
@@ -97,6 +130,7 @@ class Program:
         self._searched = searched
         self._families: list[Family] = []  # the one that was used last is first
         self._executed = Executed()
+        self._sizes: dict[Any, list[Sizes]] = {}  # of the calls that were captured, by their keys without them
         self._searches = 0
         self._lock = threading.RLock()
         self._beyond: Record | None = None  # for all calls beyond recompile_limit
@@ -121,11 +155,13 @@ class Program:
     # ------------------------------------------------------------------ running
 
     def _run(self, graph: Graph, tensors: Sequence[Any]) -> Any:
-        flat = [local_of(tensors[i]).detach() if cut else local_of(tensors[i]) for i, cut in graph.inputs]
+        flat: list[Any] = [local_of(tensors[i]).detach() if cut else local_of(tensors[i]) for i, cut in graph.inputs]
         if graph.draws:
             flat += torch.tensor(
                 [random.draw_number(mesh, generator) for mesh, generator in graph.draws], device="cpu"
             ).unbind()
+        if graph.sizes:
+            flat += [tensors[i].shape[dim] for i, dim in graph.sizes]
         if any_autocast():
             with no_autocast():
                 results = graph.run(*flat)
@@ -189,8 +225,16 @@ class Program:
             found = self._find(key, given)
             if found is not None:
                 return found
+            sizes, called = _sizes_of(given, key)
+            here = [given[i] for i in sizes]
+            before = self._sizes.setdefault(called, [])
             for _ in range(_MOST_SEARCHES):
                 family, whole, tensors = self._newest(key, given)
+                like = family.key_but_sizes(given, called, sizes)
+                for record in family.of_sizes.get(like, ()):
+                    if record.graph is not None and record.graph.fits is not None and record.graph.fits(here):
+                        family.remember(whole, record)
+                        return record, tensors
                 if self._beyond is not None:
                     return self._beyond, tensors
                 what = self._describe(family, args, kwargs, tensors)
@@ -201,7 +245,10 @@ class Program:
                     self._warn(record.error)
                     return record, tensors
                 try:
-                    record.graph = self._capture(family.surroundings, tensors, args, kwargs)
+                    changing = {} if like is None else _changing(sizes, before)
+                    record.graph = self._capture(family.surroundings, tensors, args, kwargs, changing)
+                    if record.graph.fits is not None:
+                        family.of_sizes.setdefault(like, []).append(record)
                 except NewCode:
                     continue
                 except CaptureError as error:
@@ -211,12 +258,18 @@ class Program:
                 record.error = _located(CaptureError("each call of it runs code that is made anew"), self.name, None)
             if record.error is not None:
                 self._cannot(record.error)
-            family.known[whole] = record
+            before.append(sizes)
+            family.remember(whole, record)
             self.records.append(record)
             return record, tensors
 
     def _capture(
-        self, surroundings: Surroundings, tensors: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        surroundings: Surroundings,
+        tensors: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        changing: dict[int, list[int]],
     ) -> Graph:
         own = self._searched if isinstance(self._searched, nn.Module) else getattr(self._searched, "__self__", None)
         for module in surroundings.modules:
@@ -243,8 +296,15 @@ class Program:
             )
         conditions = Conditions(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocasts())
         subject = Subject(self._eager, args, kwargs, tensors, surroundings, conditions)
+        if changing:
+            try:
+                return capture(subject, self._load_backend(), self._executed, changing)
+            except NewCode:
+                raise
+            except Exception:  # a graph for these sizes alone, or its error, tells what is wrong
+                pass
         try:
-            return capture(subject, self._load_backend(), self._executed)
+            return capture(subject, self._load_backend(), self._executed, {})
         except NewCode:
             raise
         except CaptureError as error:
@@ -314,6 +374,24 @@ def _modes() -> tuple[Any, ...]:
     )
     modes += tuple((type(mode), getattr(mode, "device", None)) for mode in function_modes())
     return modes
+
+
+def _sizes_of(given: Sequence[Any], key: Sequence[Any]) -> tuple[Sizes, tuple[Any, ...]]:
+    """The sizes of a call that may change without another graph, and what else identifies its arguments."""
+    sizes = {i: tensor.shape for i, tensor in enumerate(given) if is_resizable(tensor)}
+    rest = [*key, tuple(sizes)]
+    for i in sizes:
+        append_key_but_size(given[i], rest)
+    return sizes, tuple(rest)
+
+
+def _changing(sizes: Sizes, before: Sequence[Sizes]) -> dict[int, list[int]]:
+    """The dims of arguments whose sizes are not the same in each call; empty if there are none, as at the first."""
+    changing = {
+        i: [dim for dim, size in enumerate(shape) if any(other[i][dim] != size for other in before)]
+        for i, shape in sizes.items()
+    }
+    return changing if any(changing.values()) else {}
 
 
 def _difference(what: dict[str, str], others: Sequence[dict[str, str]]) -> dict[str, tuple[str, str]]:

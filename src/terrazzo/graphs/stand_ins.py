@@ -68,6 +68,13 @@ class StandIns(TorchFunctionMode):
         _active = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.lstm and torch.backends.mkldnn.enabled and args[0].device.type == "cpu":
+            if args[0].dtype is not torch.float64:  # its graph would fail when it runs, also under PyTorch's compilers
+                raise CaptureError(
+                    "PyTorch has no graph of oneDNN's LSTM on a CPU: compile what is around it, or set "
+                    "torch.backends.mkldnn.enabled = False",
+                    operation="lstm",
+                )
         result = func(*_mapped(args, self._instead), **_mapped(kwargs or {}, self._instead))
         return _mapped(result, self._back)
 

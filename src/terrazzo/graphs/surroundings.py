@@ -138,7 +138,9 @@ def _code_of(function: Any) -> CodeType | None:
 
 
 def _is_of_library(module: Any) -> bool:
-    return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
+    if not isinstance(module, str):
+        return False
+    return module.partition(".")[0] in _LIBRARIES or module.startswith("namedtuple_")  # what `namedtuple` generates
 
 
 class _Cell:

@@ -115,6 +115,16 @@ def append_tensor_keys(tensors: Sequence[Any], key: list[Any]) -> None:
         key.append(tuple([ids.index(i) for i in ids]))
 
 
+def is_resizable(tensor: Any) -> bool:
+    """Whether an argument may have other sizes in the same graph: it is plain, and they say all about its memory."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.ndim > 0 and tensor.is_contiguous()
+
+
+def append_key_but_size(tensor: torch.Tensor, key: list[Any]) -> None:
+    """Append what a graph for several sizes assumes of a tensor, besides its sizes."""
+    key += (tensor.ndim, *_attributes(tensor))
+
+
 def _check_ordinary(local: torch.Tensor) -> None:
     if type(local) not in _PLAIN:
         raise Unkeyable(f"a {type(local).__name__} as a local tensor")
@@ -151,6 +161,11 @@ def describe_value(label: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from describe_value(f"{label}[{name!r}]", item)
     else:
         yield label, repr(value)
+
+
+def _is_constant(leaf: Any) -> bool:
+    parts = leaf if isinstance(leaf, torch.Size) else (leaf.start, leaf.stop, leaf.step) if type(leaf) is slice else ()
+    return isinstance(leaf, _CONSTANTS) and not any(isinstance(part, torch.SymInt) for part in parts)
 
 
 # ------------------------------------------------------------------ outputs
@@ -202,7 +217,7 @@ def take_apart(result: Any, sources: dict[int, int], locals_of_sources: dict[int
 
     `sources` and `locals_of_sources` map the ids of tensors that are inputs themselves to the inputs' numbers.
     """
-    leaves, spec = tree_flatten(result)
+    leaves, spec = tree_flatten(result, is_leaf=lambda value: isinstance(value, torch.Size))  # it would become a tuple
     outputs: list[Output] = []
     returned: list[Any] = []
     for leaf in leaves:
@@ -216,7 +231,7 @@ def take_apart(result: Any, sources: dict[int, int], locals_of_sources: dict[int
             layout = leaf._layout if isinstance(leaf, DTensor) else None
             outputs.append(Output(result=len(returned), layout=layout))
             returned.append(local_of(leaf))
-        elif isinstance(leaf, _CONSTANTS):
+        elif _is_constant(leaf):
             outputs.append(Output(constant=leaf))
         else:
             raise CaptureError(
