@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import terrazzo
@@ -610,7 +611,7 @@ def refusals() -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(inner[0], mesh=mesh)
     with pytest.raises(CaptureError, match="contains a FSDPLinear"):
-        compiled(inner)(torch.ones(2, 4))
+        compiled(inner.forward)(torch.ones(2, 4))
     # An error of the program is its own.
     bad = compiled(lambda x: x @ x[:3], fullgraph=False)
     with warnings.catch_warnings(), pytest.raises(RuntimeError) as info:
@@ -634,12 +635,16 @@ def sharded(way: str) -> None:
     for i, block in enumerate(model):
         if way == "module":
             model[i] = compiled(block)
-        else:
+        elif way == "forward":
             block.forward = compiled(block.forward)
         fully_shard(model[i], mesh=mesh)
         fully_shard(eager[i], mesh=mesh)
     fully_shard(model, mesh=mesh)
     fully_shard(eager, mesh=mesh)
+    if way == "root":
+        assert compiled(model) is model
+        with pytest.raises(TypeError, match="are compiled already"):
+            compiled(model)
     for m in (model, eager):
         m.set_coalesce_bytes(0)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, eager)]
@@ -662,12 +667,55 @@ def sharded(way: str) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
     for block in model:
-        assert graphs(block if way == "module" else block.forward) <= 2
+        assert 0 < graphs(block if way == "module" else block.forward) <= 2
+    if way == "root":
+        model.eval()(x)
+        found = terrazzo.compile_report(model)
+        assert found.name == "FSDPSequential" and not any(graph.error for graph in found.graphs)
+        assert sum(graph.calls for graph in found.graphs) == 3 * 4  # blocks, calls
 
 
-@pytest.mark.parametrize("way", ["module", "forward"])
+@pytest.mark.parametrize("way", ["module", "forward", "root"])
 def test_inside_fully_shard(way):
     run_ranks(2, sharded, way, timeout=240)
+
+
+class Gathered(nn.Module):
+    """A parameter as forward uses it, of one that is sharded."""
+
+    def forward(self, p: DTensor) -> DTensor:
+        return p.redistribute(placements=[Replicate()])
+
+
+def gathered_in_the_graph() -> None:
+    """A model of sharded tensors is one graph, with a gather and a reduction for each in it."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    alone = nn.Sequential(*[nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 5)) for _ in range(2)])
+    model = copy.deepcopy(alone)
+    for module in list(model.modules()):
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
+            parametrize.register_parametrization(module, name, Gathered(), unsafe=True)
+    sent: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, examples: Any) -> Any:
+        sent.append(sum("_c10d_functional.wait_tensor" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    fast = terrazzo.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):
+        x = torch.randn(4, 5)
+        fast(distribute_tensor(x, mesh, [Shard(0)])).square().mean().backward()
+        alone(x).square().mean().backward()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert p.grad.placements == (Shard(0),)
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    assert sent == [8, 8], "forward gathers eight parameters, and backward reduces their gradients"
+
+
+def test_whole_sharded_models_are_one_graph():
+    run_ranks(2, gathered_in_the_graph, timeout=240)
 
 
 def around() -> None:

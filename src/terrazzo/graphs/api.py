@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 from weakref import WeakValueDictionary
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from terrazzo._torch.compiling import stay_eager
-from terrazzo.graphs.program import _BACKENDS, Program, Settings
+from terrazzo.graphs.program import _BACKENDS, Program, Settings, is_fully_sharded
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,7 +40,9 @@ def compile(
 
     Args:
         target: A module or a function. A module is not changed; the returned module shares its parameters, buffers,
-            hooks and settings, and is an instance of the same class. The module's own hooks run around the graph.
+            hooks and settings, and is an instance of the same class. The module's own hooks run around the graph. A
+            module with modules inside on which `fully_shard` was called is returned itself: each of these that has no
+            others inside becomes a graph, around which its parameters are gathered, the next one's meanwhile.
         backend: `"inductor"`, `"aot_eager"` (no code is generated), or a function that gets each graph of local
             operations (forward, and backward) with example inputs, and returns a function that runs it.
         fullgraph: What happens if no graph can be made: raise `terrazzo.errors.CaptureError` (True), or run eagerly
@@ -110,9 +112,31 @@ def _compiled_module(module: nn.Module, settings: Settings) -> nn.Module:
             f"{type(module).__name__} has a forward that was set on the instance, which a compiled module would not "
             "call: compile that function instead (module.forward = terrazzo.compile(module.forward))"
         )
+    sharded = [each for each in module.modules() if each is not module and is_fully_sharded(each)]
+    if sharded:
+        return _compiled_inside(module, sharded, settings)
     face = _face(type(module), settings)
     object.__setattr__(face, "__dict__", vars(module))
     return face
+
+
+def _compiled_inside(module: nn.Module, sharded: Sequence[nn.Module], settings: Settings) -> nn.Module:
+    """The module, with a graph for the forward of each sharded module in it that has no others inside."""
+    inner = [each for each in sharded if not any(other in sharded for other in each.modules() if other is not each)]
+    left = [each for each in inner if not _programs_in([each])]
+    if not left:
+        raise TypeError(f"the sharded modules in this {type(module).__name__} are compiled already: use it as it is")
+    for each in left:
+        each.forward = compile(
+            each.forward, backend=settings.backend, fullgraph=settings.fullgraph, recompile_limit=settings.limit
+        )
+    return module
+
+
+def _programs_in(modules: Iterable[nn.Module]) -> list[Program]:
+    """The programs of modules that are compiled, or whose forward is."""
+    found = [getattr(each, "_program", None) or getattr(each.forward, "_program", None) for each in modules]
+    return [each for each in found if isinstance(each, Program)]
 
 
 def _face(cls: type, settings: Settings) -> Any:
@@ -179,10 +203,16 @@ class CompileReport:
 
 
 def compile_report(compiled: Any) -> CompileReport:
-    """The graphs of a compiled module or function: how often each ran, and why it was needed."""
-    program = _program_of(compiled)
+    """The graphs of a compiled module or function: how often each ran, and why it was needed.
+
+    Of a module whose sharded modules are compiled, the graphs of all of these.
+    """
+    inside = not isinstance(compiled, CompiledModule) and isinstance(compiled, nn.Module)
+    programs = (_programs_in(compiled.modules()) if inside else []) or [_program_of(compiled)]
     graphs = [
         GraphReport(r.calls, dict(r.what), dict(r.differs), None if r.error is None else str(r.error))
+        for program in programs
         for r in program.records
     ]
-    return CompileReport(program.name, tuple(graphs))
+    name = type(compiled).__name__ if len(programs) > 1 else programs[0].name
+    return CompileReport(name, tuple(graphs))

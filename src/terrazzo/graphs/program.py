@@ -273,7 +273,7 @@ class Program:
     ) -> Graph:
         own = self._searched if isinstance(self._searched, nn.Module) else getattr(self._searched, "__self__", None)
         for module in surroundings.modules:
-            if module is not own and hasattr(type(module), "unshard") and hasattr(type(module), "reshard"):
+            if module is not own and is_fully_sharded(module):
                 raise _located(
                     CaptureError(
                         f"it contains a {type(module).__name__} of fully_shard, whose parameters are gathered while "
@@ -363,6 +363,11 @@ class Program:
         what["same tensors"] = str(distinct(tensors)[1])
         what["parts of the program"] = f"search {family.number}"
         return what
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard`, which this package does not know, was called on the module."""
+    return hasattr(type(module), "unshard") and hasattr(type(module), "reshard")
 
 
 def _modes() -> tuple[Any, ...]:
