@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, trace
 from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.run import executor
 from terrazzo.fsdp.run.root import Root
 from terrazzo.tensor import DTensor, Replicate, init_device_mesh
 
@@ -539,3 +541,45 @@ def check_changed_while_accumulating() -> None:
 @pytest.mark.on_late(sample=True)
 def test_accumulated_gradients_survive_a_change_of_parameters(world):
     run_ranks(world, check_changed_while_accumulating)
+
+
+def check_setters() -> None:
+    """What a program sets for every micro-batch, changed or not, is planned once."""
+    model = shard_blocks(Model())
+    planned: list[str] = []
+    advance, spec = executor.advance, Root.spec
+
+    def step() -> None:
+        for i, (x, y) in enumerate(batches(3)):
+            model.set_requires_gradient_sync(i == 2)
+            model.set_is_last_backward(i == 2)
+            model.set_reshard_after_backward(i != 1)
+            for each in (model, *model.blocks):
+                each.set_reshard_after_forward(True, recurse=False)
+                each.set_gradient_divide_factor(2.0)
+                each.set_reduce_scatter_max_input_buffers(2)
+            loss_of(model, mine(x), mine(y)).backward()
+
+    def planned_again(*args: Any) -> Any:
+        planned.append("operations")
+        return advance(*args)
+
+    def made_again(root: Root) -> Any:
+        planned.append("input")
+        return spec(root)
+
+    for _ in range(3):
+        step()
+    executor.advance, Root.spec = planned_again, made_again  # type: ignore[method-assign]
+    try:
+        step()
+        assert not planned
+        model.set_gradient_divide_factor(3.0)  # this changes something
+        step()
+        assert set(planned) == {"input"}, "other numbers, the same operations"
+    finally:
+        executor.advance, Root.spec = advance, spec  # type: ignore[method-assign]
+
+
+def test_setters_that_change_nothing_cost_no_plan():
+    run_ranks(2, check_setters)
