@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
@@ -18,11 +20,13 @@ import terrazzo.fsdp as our_fsdp
 from fsdp.compare import Model, adamw, apart, assert_same_parameters, batches, loss_of, mine, shard_blocks, train_alike
 from fsdp.plan_checker import check, plan_steps
 from ranks import device_type, run_ranks
+from terrazzo.comm import wire
 from terrazzo.errors import FSDPError, FSDPValueError
-from terrazzo.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, report, share_comm_ctx
+from terrazzo.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, report, share_comm_ctx, trace
 from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.module import _stage
 from terrazzo.fsdp.plan.operations import Kind
+from terrazzo.fsdp.run import comm
 from terrazzo.fsdp.run.root import root_of
 from terrazzo.fsdp.run.staging import GroupMemory
 from terrazzo.tensor import DTensor, distribute_tensor
@@ -173,6 +177,77 @@ def check_staging() -> None:
 @pytest.mark.cpu_only("what only the CPU does")
 def test_what_is_communicated_lies_where_the_backend_wants_it():
     run_ranks(2, check_staging)
+
+
+@contextmanager
+def communicated() -> Iterator[dict[str, list[Tensor]]]:
+    """The buffers of collectives, which exist as long as the lists: no memory of two is the same by chance."""
+    found: dict[str, list[Tensor]] = {"all_gather": [], "reduce_scatter": []}
+    before = wire.all_gather, comm.start_reduce
+
+    def all_gather(axis: Any, out: Tensor, part: Tensor) -> Any:
+        found["all_gather"].append(out)
+        return before[0](axis, out, part)
+
+    def start_reduce(sections: Tensor, *args: Any) -> Any:
+        found["reduce_scatter"].append(sections)
+        return before[1](sections, *args)
+
+    wire.all_gather, comm.start_reduce = all_gather, start_reduce
+    try:
+        yield found
+    finally:
+        wire.all_gather, comm.start_reduce = before
+
+
+def memories(buffers: list[Tensor]) -> dict[int, set[int]]:
+    """By size the addresses of buffers."""
+    return {n: {x.data_ptr() for x in buffers if x.nbytes == n} for n in {x.nbytes for x in buffers}}
+
+
+def check_double_buffers() -> None:
+    """Of each size two buffers are used by turns, whatever runs in between, and the numbers are those of one device."""
+    for shard in (shard_blocks, lambda model: apart(shard_blocks(model, reshard_after_forward=True))):
+        train_alike(lambda m, shard=shard: shard(m).set_double_buffers(), steps=3)
+
+    for double in (True, False):
+        model = apart(shard_blocks(Model(5), reshard_after_forward=True))
+        model.set_double_buffers(double)
+        buckets = [group_of(block).unit.buckets for block in model.blocks]
+        model.set_double_buffers(double)
+        assert buckets == [group_of(block).unit.buckets for block in model.blocks], "what changes nothing costs nothing"
+        with communicated() as found, trace(model) as steps:
+            for x, y in batches(3):
+                with torch.inference_mode():
+                    model(x)
+                loss_of(model, mine(x), mine(y)).backward()
+        own = {kind: memories(buffers) for kind, buffers in found.items()}
+        if not double:
+            assert max(len(places) for places in own["reduce_scatter"].values()) == 15
+            continue
+        assert {len(places) for kind in own.values() for places in kind.values()} <= {1, 2}
+        kept = sum(size * len(places) for kind in own.values() for size, places in kind.items())
+        assert steps.operations[-1].after == kept > 0, "what is not freed"
+        said = report(model)
+        assert said.peak - said.held == max(each.memory for each in steps.operations)
+        model.set_double_buffers(False)
+        with trace(model) as steps:
+            loss_of(model, mine(x), mine(y)).backward()
+        assert steps.operations[-1].after == 0
+
+    model = apart(shard_blocks(Model(5), reshard_after_forward=True))
+    model.set_double_buffers()
+    model.blocks[0].set_modules_to_forward_prefetch(list(model.blocks)[1:])
+    with communicated() as found:
+        for x, y in batches(3):
+            loss_of(model, mine(x), mine(y)).backward()
+    blocks = max(memories(found["all_gather"]).values(), key=len)
+    assert len(blocks) > 2, "more than two are needed at once, and the others are freed"
+
+
+@pytest.mark.cpu_only("addresses of what exists")
+def test_double_buffers():
+    run_ranks(2, check_double_buffers)
 
 
 def check_buffers() -> None:

@@ -19,7 +19,7 @@ from terrazzo.fsdp.plan.state import Event
 from terrazzo.fsdp.run.forming import part
 from terrazzo.fsdp.run.hooks import after_forward, before_forward, forward_failed
 from terrazzo.fsdp.run.root import Root, root_of
-from terrazzo.fsdp.run.staging import GroupMemory, SymmetricMemory
+from terrazzo.fsdp.run.staging import DoubleBuffers, GroupMemory, SymmetricMemory
 from terrazzo.fsdp.settings import AllGather, ReduceScatter
 from terrazzo.fsdp.tree import Copies
 
@@ -307,6 +307,25 @@ class FSDPModule(_Module):
         """
         group = _group(self)
         _stage(group, SymmetricMemory(group.meshes, backend))
+
+    def set_double_buffers(self, enable: bool = True) -> None:
+        """Set whether this module, and those in it, gather into two buffers of each size by turns, which are not freed,
+        and pack gradients into two more; by default their memory is allocated each time.
+
+        Their addresses stay, which backends want that register memory, and nothing is allocated for communication after
+        the first step. They take memory all the time: see `report`. If explicit prefetching gathers further ahead, the
+        other buffers are freed.
+        """
+        root, groups = root_of(_group(self)), _groups(self, recurse=True)
+        if all((group.options.buffers is not None) is enable for group in groups):
+            return
+        buffers = DoubleBuffers() if enable else None
+        for group in groups:
+            root.reshard(group.unit)
+            _set(group, buffers=buffers)
+        root.form_units()
+        for unit in dict.fromkeys(group.unit for group in groups):
+            unit.arrange_again()
 
     # ------------------------------------------------------------------ nn.Module
 

@@ -14,7 +14,7 @@ from terrazzo.comm.axis import Axis
 from terrazzo.comm.codecs import Codec
 from terrazzo.fsdp.meshes import DataMesh
 from terrazzo.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from terrazzo.fsdp.run.staging import GroupMemory
+from terrazzo.fsdp.run.staging import DoubleBuffers, GroupMemory
 
 AllReduceHook = Callable[[Tensor], None]
 
@@ -116,8 +116,10 @@ class Options:
     force_sum: bool = False
     reduce_axes: dict[Axis, Axis] = field(default_factory=dict)  # by shard axis, the axis whose group reduces
     staging: GroupMemory | None = None  # special memory for communication; None: ordinary memory
+    buffers: DoubleBuffers | None = None  # buffers for communication that are not freed
 
     @property
     def usual(self) -> bool:
-        """Whether communication is terrazzo's own, in ordinary memory."""
-        return self.all_gather is None and self.reduce_scatter is None and self.staging is None
+        """Whether communication is terrazzo's own, in ordinary memory that is freed."""
+        others = self.all_gather, self.reduce_scatter, self.staging, self.buffers
+        return all(other is None for other in others)

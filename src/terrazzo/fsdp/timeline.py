@@ -15,7 +15,7 @@ from torch import nn
 
 from terrazzo.comm.axis import Axis
 from terrazzo.fsdp.explain import explain, sharded
-from terrazzo.fsdp.plan.memory import Memory, sizes_of
+from terrazzo.fsdp.plan.memory import Memory
 from terrazzo.fsdp.plan.operations import Kind, Operation
 from terrazzo.fsdp.report import report
 from terrazzo.fsdp.run.root import Root
@@ -118,7 +118,7 @@ def timeline(model: nn.Module) -> Timeline:
     """
     _, root = sharded(model, "timeline")
     plan = explain(model)
-    backward, memory, found = False, Memory(sizes_of(plan.spec)), []
+    backward, memory, found = False, Memory(plan.spec), []
     for number, each in enumerate(plan.operations):
         # Only backward packs gradients, or makes them.
         begins = each.kind is Kind.PACK or any(buffer.kind == "gradients" for buffer in each.takes)

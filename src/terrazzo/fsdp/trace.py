@@ -24,7 +24,7 @@ from terrazzo._torch.autograd import in_backward
 from terrazzo.comm import CommEvent, add_observer, observe, remove_observer
 from terrazzo.comm.axis import Axis
 from terrazzo.fsdp.explain import sharded
-from terrazzo.fsdp.plan.memory import Memory, sizes_of
+from terrazzo.fsdp.plan.memory import Memory
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
 from terrazzo.fsdp.plan.step import lines_of
 from terrazzo.fsdp.run.root import Root
@@ -42,7 +42,7 @@ class Trace:
         self.operations: list[Operation] = []
         self._root, self._spec = root, root.spec()
         self._frame = msgspec.structs.replace(frame_of(root), began=time(), planned=False)
-        self._memory = Memory(sizes_of(self._spec))
+        self._memory = Memory(self._spec)
         self._epochs = {unit.index: unit.epoch for unit in root.units}  # of the shards, as far as is recorded
         self._zero = perf_counter()
         # The program's own collectives, by the number of the event: the thread that started each, and its axis.

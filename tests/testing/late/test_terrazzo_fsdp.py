@@ -159,6 +159,20 @@ def check_prefetching(device):
     return train(sharded(device, prefetch=True), device)
 
 
+def check_double_buffers(device):
+    """With one that is needed in addition, as more are gathered ahead."""
+    model = sharded(device, prefetch=True)
+    model.blocks[0].set_modules_to_forward_prefetch(list(model.blocks)[1:])
+    model.set_double_buffers()
+    return train(model, device, micros=2, steps=3)
+
+
+def check_double_buffers_of_coalesced_units(device):
+    model = sharded(device, coalesce=True, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model.set_double_buffers()
+    return train(model, device, steps=3)
+
+
 def check_stream_of_its_own(device):
     stream = torch.Stream(device=device)
     stream.wait_stream(torch.accelerator.current_stream())
@@ -379,6 +393,8 @@ OTHERS = (
     check_offloaded_state_that_the_host_reads,
     check_whole_after_forward,
     check_prefetching,
+    check_double_buffers,
+    check_double_buffers_of_coalesced_units,
     check_stream_of_its_own,
     check_unsharded_ahead,
     check_gathers_that_are_given_up,

@@ -285,7 +285,7 @@ class _Planner:
             if sizes is None or self.phase[unit] is not Phase.IDLE:
                 continue
             room -= sizes.arriving
-            if i and room < 0:
+            if i and (room < 0 or self.spec.units[unit].double_buffers):
                 return
             self._gather(unit, "prefetch")
 
@@ -376,8 +376,11 @@ class _Planner:
             return
         self.reducing[:] = map(self._to_replicas, self.reducing)
         under_way = following + sum(self._sizes(one.unit).packed for one in self.reducing)
-        while len(self.reducing) >= buffers and under_way > self.spec.overlapped:
-            one = self.reducing.pop(0)
+        while len(self.reducing) >= buffers:
+            one = self.reducing[0]
+            if under_way <= self.spec.overlapped and not self.spec.units[one.unit].double_buffers:
+                return
+            del self.reducing[0]
             under_way -= self._sizes(one.unit).packed
             self._finish(one)
 

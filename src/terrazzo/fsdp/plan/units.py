@@ -65,6 +65,7 @@ class UnitSpec(Switches):
     forward_prefetch: tuple[int, ...] | None = None  # units; None: those that follow in the last forward
     backward_prefetch: tuple[int, ...] | None = None
     reduce_buffers: int = 1  # buffers of packed gradients that may be in reduction when its own are packed
+    double_buffers: bool = False  # whether the buffers of its gathers and reductions are not freed
     groups: tuple[int, ...] = ()  # the numbers of its groups; by default only its own
 
 

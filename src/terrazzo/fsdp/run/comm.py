@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,20 +38,24 @@ class Comm:
         `like`, or of `part`."""
         options, wanted = self._group.options, part if like is None else like
         own, staging = options.all_gather, staging_for(options, axis, wanted.device)
-        if axis.group is None or (own is None and staging is None):
+        if axis.group is None or (own is None and staging is None and (options.buffers is None or axis.size == 1)):
             return start_gather(part, axis, plan, tag, self._careful(), like)
         report_collective("all_gather", axis, plan, wanted, None)
-        # What is sent must lie in special memory, too.
+        gathered = empty_for("gathered", options, plan.total, wanted.dtype, wanted.device, axis)
+        if staging is not None:
+            staging.announce(gathered, axis)
+        sent = place(part, gathered, plan)  # what is sent must lie in special memory, too
         if own is not None:
-            gathered = own.allocate((plan.total,), dtype=wanted.dtype, device=wanted.device)
-            sent = place(part, gathered, plan)
             work = own(output_tensor=gathered, input_tensor=sent, group=axis.group, async_op=True)
         else:
-            assert staging is not None
-            gathered = staging.empty(plan.total, wanted.dtype, wanted.device, axis)
-            staging.announce(gathered, axis)
-            work = wire.all_gather(axis, gathered, place(part, gathered, plan))
+            work = wire.all_gather(axis, gathered, sent)
         return Pending("all_gather", axis, work, gathered)
+
+    def end(self, gather: Pending[Tensor]) -> None:
+        """Wait for a gather whose result is not needed any more, so that its buffer may be used again."""
+        gathered = gather.wait()
+        if self._group.options.buffers is not None:
+            self._group.options.buffers.give_back(gathered)
 
     def reduce(
         self, sections: Tensor, plan: FlatPlan, axis: Axis, op: str | wire.ScaledSum, tag: int
@@ -61,13 +66,12 @@ class Comm:
         if axis.group is None or (own is None and staging is None):
             return start_reduce(sections, axis, plan, op, tag)
         report_collective("reduce_scatter", axis, plan, sections, op if isinstance(op, str) else "sum")
+        reduced = empty_for("reduced", options, plan.own_size, sections.dtype, sections.device, axis)
         if own is not None:
-            reduced = own.allocate((plan.own_size,), dtype=sections.dtype, device=sections.device)
             native = wire.reduce_op(op)
             work = own(output_tensor=reduced, input_tensor=sections, group=axis.group, op=native, async_op=True)
         else:
             assert staging is not None
-            reduced = staging.empty(plan.own_size, sections.dtype, sections.device, axis)
             staging.announce(sections, axis)
             staging.announce(reduced, axis)
             work = wire.reduce_scatter(axis, reduced, sections, op)
@@ -93,11 +97,25 @@ def staging_for(options: Options, axis: Axis, device: torch.device, *, reduces: 
     return None if reduces and staging.only_sums and not options.force_sum else staging
 
 
-def empty_to_reduce(options: Options, numel: int, dtype: torch.dtype, device: torch.device, axis: Axis) -> Tensor:
-    """A buffer for packed gradients that are reduced along the axis."""
-    staging = staging_for(options, axis, device, reduces=True)
-    if staging is not None:
-        return staging.empty(numel, dtype, device, axis)
-    if options.reduce_scatter is not None and axis.group is not None:
-        return options.reduce_scatter.allocate((numel,), dtype=dtype, device=device)
-    return torch.empty(numel, dtype=dtype, device=device)
+def empty_for(
+    what: Literal["gathered", "packed", "reduced"],
+    options: Options,
+    numel: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    axis: Axis,
+) -> Tensor:
+    """A buffer for the result of a gather, for packed gradients, or for the result of their reduction."""
+
+    def make() -> Tensor:
+        own = options.all_gather if what == "gathered" else options.reduce_scatter
+        staging = staging_for(options, axis, device, reduces=what != "gathered")
+        if own is not None and axis.group is not None:
+            return own.allocate((numel,), dtype=dtype, device=device)
+        if staging is not None:
+            return staging.empty(numel, dtype, device, axis)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    # Results of reductions may become gradients, which stay.
+    buffers = None if what == "reduced" else options.buffers
+    return make() if buffers is None else buffers.take((what, numel, dtype, device, axis), make)

@@ -81,7 +81,7 @@ def _kin_of(group: Group) -> tuple[object, ...] | None:
         return None
     # By process group, because every mesh["dp"] is a new mesh object.
     axes = [(axis.ranks, id(axis.group)) for axis in (mesh.shard, mesh.replicate) if axis is not None]
-    reduced = (mesh.sums_already, options.divisor, options.force_sum, options.reduce_buffers)
+    reduced = (mesh.sums_already, options.divisor, options.force_sum, options.reduce_buffers, options.buffers)
     return (*axes, *reduced, group.switches, settings.precision, settings.offload)
 
 

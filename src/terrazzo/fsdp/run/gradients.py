@@ -36,7 +36,7 @@ from terrazzo.fsdp.offload import park_gradient, parked_gradient, to_host
 from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.bucket import Bucket
-from terrazzo.fsdp.run.comm import Comm, empty_to_reduce, ways_to_reduce
+from terrazzo.fsdp.run.comm import Comm, empty_for, ways_to_reduce
 from terrazzo.fsdp.run.division import Division, Ways, division_of
 from terrazzo.fsdp.run.encoded import encoded, over_replicas
 from terrazzo.fsdp.settings import AllReduceHook, Options
@@ -283,7 +283,7 @@ class Gradients:
         elif flat.in_place is not None:
             unpacked = [whole.to(self.dtype) for whole in wholes], reached
         else:
-            packed = empty_to_reduce(self.options, plan.total, self.dtype, device, self.reduce_axis)
+            packed = empty_for("packed", self.options, plan.total, self.dtype, device, self.reduce_axis)
             plan.pack(wholes, packed, reached)
             if before is not None:
                 packed.div_(before)
@@ -361,6 +361,7 @@ class Gradients:
             running, reduced = ended
             self._add_partial(running, reduced)
             self.partial = running.flat, reduced
+            self._release_packed()
             self._running = None
 
     def release(self) -> None:
@@ -368,7 +369,14 @@ class Gradients:
         if self._running is None:
             self._held.clear()
         else:
-            self._running = self._running._replace(packed=None)
+            self._release_packed()
+
+    def _release_packed(self) -> None:
+        running, buffers = self._running, self.options.buffers
+        if running is not None and running.packed is not None:
+            if buffers is not None:
+                buffers.give_back(running.packed)
+            self._running = running._replace(packed=None)
 
     def finish(self) -> None:
         """Divide and convert the reduced gradients, and call the user's hook."""
@@ -423,6 +431,7 @@ class Gradients:
     def hand_over(self) -> bool:
         """Set `.grad` of the sharded parameters; returns whether the next plan has other parameters than this one."""
         self._held.clear()
+        self._release_packed()
         running, self._running = self._running, None
         if running is not None and running.reduced is not None:  # also if it is alone, but others of its unit not
             flat = running.flat
@@ -498,9 +507,13 @@ class Gradients:
     def discard(self) -> None:
         """Wait for running communication: other ranks wait for it, and later messages must not match it."""
         self._held.clear()
-        running, self._running = self._running, None
-        if running is not None and running.pending is not None:
-            running.pending.wait()
+        running = self._running
+        try:
+            if running is not None and running.pending is not None:
+                running.pending.wait()
+        finally:
+            self._release_packed()
+            self._running = None
 
     def abandon(self, params: set[ShardedParameter]) -> None:
         """Drop the gradients of these parameters that are not reduced yet."""

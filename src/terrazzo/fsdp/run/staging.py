@@ -1,8 +1,9 @@
-"""Special memory for communication: the process group's own, or symmetric memory of CUDA devices."""
+"""Special memory for communication: the process group's own, or symmetric memory of CUDA devices; and buffers that
+are not freed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -61,3 +62,32 @@ class SymmetricMemory(GroupMemory):
     def announce(self, tensor: Tensor, axis: Axis) -> None:
         assert axis.group is not None
         symmetric.rendezvous(tensor, axis.group.group_name)
+
+
+class DoubleBuffers:
+    """Two buffers of each kind and size, which units use by turns and which are not freed.
+
+    A unit gives one back when it frees its memory by the plan. So whoever takes it next waits, on its stream, as for
+    memory that was freed there.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[Hashable, list[Tensor]] = {}
+        self._taken: dict[int, tuple[Hashable, Tensor]] = {}
+
+    def take(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """A buffer of those with this key, or one that `make` makes."""
+        idle = self._idle.setdefault(key, [])
+        if idle:
+            buffer = idle.pop(0)
+        else:
+            with torch.inference_mode(False):  # others will write to it
+                buffer = make()
+        self._taken[id(buffer)] = key, buffer
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Keep a buffer for the next use, if it is one of these; of more than two of a key the others are freed."""
+        key, _ = self._taken.pop(id(buffer), (None, None))
+        if key is not None and len(self._idle[key]) < 2:
+            self._idle[key].append(buffer)

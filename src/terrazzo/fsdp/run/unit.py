@@ -308,6 +308,7 @@ class Unit:
                 self._flags_changed = True
         for source, pending in self._pending:
             source.receive(pending)
+            self._comm.end(pending)
         self._pending = []
         self._drop_kept()
         self.registration.show(Shown.UNSHARDED)
@@ -395,7 +396,7 @@ class Unit:
             for bucket in self.buckets:  # they have memory if the gather was in place
                 also_if_one_raises.callback(bucket.free)
             for _, one in pending:
-                also_if_one_raises.callback(one.wait)
+                also_if_one_raises.callback(self._comm.end, one)
 
     # ------------------------------------------------------------------ gradients
 
