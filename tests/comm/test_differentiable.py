@@ -83,6 +83,10 @@ class One:
             results.append(result)
         return results
 
+    def exchange_rows(self, x: Value, rows: Callable[[int, int], int]) -> Value:
+        pieces = [x[source].split([rows(source, target) for target in range(self.n)]) for source in range(self.n)]
+        return [torch.cat([sent[target] for sent in pieces]) for target in range(self.n)]
+
     def replicate_to_partial(self, x: Tensor, op: str) -> Value:
         if op in ("sum", "product"):
             return [x] + [torch.full_like(x, 0 if op == "sum" else 1)] * (self.n - 1)
@@ -132,6 +136,11 @@ class Many:
         return d.exchange(
             x, self.axis, [both and both[0] for both in send], [both and both[1] for both in receive], shape
         )
+
+    def exchange_rows(self, x: Value, rows: Callable[[int, int], int]) -> Value:
+        me = self.axis.index
+        send = [rows(me, target) for target in range(self.n)]
+        return d.exchange_rows(x, self.axis, send, [rows(source, me) for source in range(self.n)])
 
     def replicate_to_partial(self, x: Tensor, op: str) -> Value:
         return d.replicate_to_partial(x, self.axis, op)
@@ -248,6 +257,17 @@ def exchange_program(api: Any) -> tuple[Tensor, list[Value], list[Tensor]]:
     return to_scalar(api, api.each(lambda moved, x: bend(moved[:3]) * x, moved, x)), [x], []
 
 
+def some_rows(source: int, target: int) -> int:
+    """Some ranks send each other nothing."""
+    return (source + 2 * target) % 3
+
+
+def exchange_rows_program(api: Any) -> tuple[Tensor, list[Value], list[Tensor]]:
+    x = api.varying(lambda rank: numbers((sum(some_rows(rank, target) for target in range(api.n)), 2), rank))
+    moved = api.exchange_rows(api.each(bend, x), some_rows)
+    return to_scalar(api, api.each(lambda moved: bend(moved) * moved, moved)), [x], []
+
+
 def partial_program(op: str) -> Program:
     def program(api: Any) -> tuple[Tensor, list[Value], list[Tensor]]:
         w = numbers((2, 3), 53).requires_grad_()
@@ -274,6 +294,7 @@ PROGRAMS: dict[str, Program] = {
     "gather_varying and reduce_scatter sum, dim 1": gather_varying_program(1, "sum"),
     "all_to_all": all_to_all_program,
     "exchange": exchange_program,
+    "exchange_rows": exchange_rows_program,
     **{f"replicate_to_partial {op}": partial_program(op) for op in OPS},
 }
 
@@ -322,7 +343,8 @@ def close(actual: Tensor, expected: Tensor, what: str) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize(
-    "kind", ["reduce", "ties", "gather_replicate", "gather_varying", "all_to_all", "exchange", "replicate_to"]
+    "kind",
+    ["reduce", "ties", "gather_replicate", "gather_varying", "all_to_all", "exchange", "exchange_rows", "replicate_to"],
 )
 def test_against_one_device(world: int, kind: str) -> None:
     names = [name for name in PROGRAMS if name.startswith(kind)]
@@ -350,6 +372,7 @@ def nothing_on_one_rank() -> None:
     assert d.all_to_all(x, axis, 0, (2,), 1, (3,)) is x
     box = Box.whole((2, 3))
     assert d.exchange(x, axis, [box], [box], (2, 3)) is x
+    assert d.exchange_rows(x, axis, [2], [2]) is x
 
 
 def test_on_one_rank_there_is_nothing_to_do() -> None:

@@ -291,6 +291,28 @@ def _exchange(
     return Pending("exchange", axis, work, [], finish)
 
 
+def exchange_rows(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Send the first `send[0]` rows of `x` to rank 0, the next ones to rank 1 and so on; the rows received, by rank.
+
+    `receive[i]` is the number of rows that rank i sends here.
+    """
+    if axis.size == 1:
+        return x
+    if len(send) != axis.size or len(receive) != axis.size or sum(send) != x.shape[0]:
+        raise CommError(
+            f"exchange_rows on {axis} needs one number of rows per rank to send and to receive, and all {x.shape[0]} "
+            f"rows sent: got {tuple(send)} and {tuple(receive)}"
+        )
+    width = prod(x.shape[1:])
+    if observe.observers:
+        moved = (x.shape[0] - send[axis.index]) * width * x.element_size()
+        observe.report("all_to_all", axis, moved, None, False)
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    sizes = [[rows * width for rows in each] for each in (receive, send)]
+    work = wire.all_to_all(axis, out.view(-1), dense(x).view(-1), *sizes)
+    return Pending("all_to_all", axis, work, out).wait()
+
+
 # ------------------------------------------------------------------ from one rank to all
 
 

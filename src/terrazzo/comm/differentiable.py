@@ -19,6 +19,7 @@ They are typed. Each maps local tensors between three ways in which the ranks of
     replicate_to_partial    replicated to varying   keeps it on one rank     first_of
     first_of                varying to replicated   nothing: all are equal   replicate_to_partial
     exchange                sharded to sharded      boxes to any rank        exchange, back
+    exchange_rows           sharded to sharded      rows to any rank         exchange_rows, back
 
 Each row's gradient is its transpose, and the transposes are rows of the table, too: `_Row` is a row, and one autograd
 node runs them all. If a `cast` is forgotten, the loss is right and the gradients are wrong.
@@ -234,6 +235,11 @@ def _exchange_boxes(
     return assemble(collectives.exchange(pieces, axis, lengths, x), receive, shape, x)
 
 
+def exchange_rows(x: Tensor, axis: Axis, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Rows of `x` go to the ranks, `send[i]` of them to rank i, and `receive[i]` come from it, in the ranks' order."""
+    return x if axis.size == 1 else _run(_EXCHANGE_ROWS, x, axis, send, receive)
+
+
 # ------------------------------------------------------------------ replicated to partial and back
 
 
@@ -295,6 +301,9 @@ _ALL_TO_ALL = _Row(
 )
 _EXCHANGE = _Row(
     _exchange_boxes, lambda grad, axis, send, receive, shape, given: exchange(grad, axis, receive, send, given)
+)
+_EXCHANGE_ROWS = _Row(
+    collectives.exchange_rows, lambda grad, axis, send, receive: exchange_rows(grad, axis, receive, send)
 )
 _KEEP_FIRST = _Row(_first_only, first_of)
 _FIRST_OF = _Row(_same, replicate_to_partial, is_view=True)
