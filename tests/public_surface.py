@@ -33,6 +33,8 @@ PUBLIC = (
     "terrazzo.deepspeed",
     "terrazzo.deepspeed.checkpointing",
     "terrazzo.deepspeed.comm",
+    "terrazzo.deepspeed.moe.layer",
+    "terrazzo.deepspeed.moe.utils",
     "terrazzo.deepspeed.pipe",
     "terrazzo.deepspeed.utils",
     "terrazzo.deepspeed.utils.zero_to_fp32",

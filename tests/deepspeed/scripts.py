@@ -282,6 +282,98 @@ def moe(deepspeed: ModuleType, folder: Path) -> list[float]:
     return seen
 
 
+class Routed(nn.Module):
+    """Two layers whose experts are divided among the ranks."""
+
+    def __init__(self, kind: type, ep_size: int) -> None:
+        super().__init__()
+
+        def expert() -> nn.Module:
+            return nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH))
+
+        self.into = nn.Linear(6, WIDTH)
+        common = {"num_experts": 4, "ep_size": ep_size, "min_capacity": 1}
+        self.first = kind(WIDTH, expert(), k=1, capacity_factor=0.8, noisy_gate_policy="RSample", **common)
+        self.second = kind(WIDTH, expert(), k=2, use_residual=True, noisy_gate_policy="Jitter", **common)
+        self.third = kind(WIDTH, expert(), k=3, drop_tokens=False, **common)
+        self.out = nn.Linear(WIDTH, 3)
+        for layer in (self.first, self.second, self.third):
+            inner = layer.deepspeed_moe.experts.deepspeed_experts
+            with torch.no_grad():  # copies are equal at first
+                if isinstance(inner, nn.ModuleList):  # this rank's
+                    first = dist.get_rank() % ep_size * (4 // ep_size)
+                    for number, own in enumerate(inner):
+                        for p in own.parameters():
+                            p.mul_(1 + 0.3 * (first + number))
+                else:
+                    for p in inner.parameters():
+                        p.mul_(1 + 0.3 * torch.arange(4.0).view(-1, *[1] * (p.ndim - 1)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        x, total, counts = torch.tanh(self.into(x)), torch.zeros(()), []
+        for layer in (self.first, self.second, self.third):
+            y, balance, count = layer(x)
+            x, total = x + y, total + balance
+            counts.append(count)
+        return self.out(x), total, counts
+
+
+def experts(deepspeed: ModuleType, folder: Path, stage: int = 2, ep_size: int = 2) -> list[float]:
+    """Experts that the ranks divide among them, by `deepspeed.moe.layer.MoE`, saved and resumed."""
+    layer = importlib.import_module(f"{deepspeed.__name__}.moe.layer")
+    utils = importlib.import_module(f"{deepspeed.__name__}.moe.utils")
+
+    def make(ep_size: int = ep_size) -> tuple:
+        torch.manual_seed(0)
+        model = Routed(layer.MoE, ep_size)
+        parameters = utils.configure_moe_param_groups(list(model.parameters()))
+        assert [utils.is_moe_param_group(group) for group in parameters] == [False, True]
+        config = settings(stage, gradient_accumulation_steps=2, gradient_clipping=0.3)
+        return deepspeed.initialize(model=model, model_parameters=parameters, config=config)
+
+    engine, *_ = make()
+    seen: list[float] = []
+
+    def train(start: int, stop: int) -> None:
+        for step in range(start, stop):
+            x = torch.randn(8, 5, 6, generator=torch.Generator().manual_seed(step))
+            y = torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(step + 100))
+            torch.manual_seed(100 * step + dist.get_rank())
+            out, balance, counts = engine(mine(x))
+            loss = F.mse_loss(out, mine(y)) + 0.05 * balance
+            engine.backward(loss)
+            engine.step()
+            seen.extend([mean(loss), mean(balance.detach()), *(float(c) for c in torch.stack(counts).flatten())])
+            if step % 2:
+                seen.append(float(engine.get_global_grad_norm()))
+
+    train(0, 8)
+    group = deepspeed.utils.groups
+    name = f"ep_size_{ep_size}"
+    seen.extend([group._get_expert_parallel_rank(name), group._get_expert_data_parallel_world_size(name)])
+    engine.save_checkpoint(str(folder / f"{deepspeed.__name__}-experts-{ep_size}"))
+    train(8, 10)
+    engine, *_ = make()
+    engine.load_checkpoint(str(folder / f"{deepspeed.__name__}-experts-{ep_size}"))
+    before = len(seen)
+    train(8, 12)
+    theirs = folder / f"deepspeed-experts-{ep_size}"
+    if deepspeed.__name__ != "deepspeed" and theirs.exists():  # with any degree ours goes on from theirs
+        expected = seen[before:]
+        for other in (1, 2):
+            engine, *_ = make(other)
+            engine.load_checkpoint(str(theirs))
+            del seen[before:]
+            train(8, 12)
+            torch.testing.assert_close(torch.tensor(seen[before:]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    return seen
+
+
+def experts_on_each(deepspeed: ModuleType, folder: Path) -> list[float]:
+    """The same, with all experts on each rank."""
+    return experts(deepspeed, folder, stage=1, ep_size=1)
+
+
 class Mixture(nn.Module):
     """Experts of which each rank uses only some, chosen by the caller."""
 
@@ -487,7 +579,20 @@ SCRIPTS = {
     function.__name__: function
     # After a pipeline the real one takes every model for one: it comes last.
     for function in (
-        *(gpt, neighbours, lora, half, offload, moe, experts_by_rank, smallest, smallest_half, curriculum),
+        *(
+            gpt,
+            neighbours,
+            lora,
+            half,
+            offload,
+            moe,
+            experts,
+            experts_on_each,
+            experts_by_rank,
+            smallest,
+            smallest_half,
+            curriculum,
+        ),
         *(own_optimizer, resume, by_hand, pipeline),
     )
 }

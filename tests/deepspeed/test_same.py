@@ -13,7 +13,10 @@ from ranks import run_fresh, run_ranks
 pytestmark = pytest.mark.on_late
 
 HERE = Path(__file__).parent
-IN_THE_SUITE = ["gpt", "lora", "experts_by_rank", "smallest", "smallest_half", "by_hand", "pipeline"]
+IN_THE_SUITE = [
+    *("gpt", "lora", "experts", "experts_on_each", "experts_by_rank", "smallest", "smallest_half", "by_hand"),
+    "pipeline",
+]
 
 
 def load(name: str):

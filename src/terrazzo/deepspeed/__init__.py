@@ -11,7 +11,7 @@ Names, arguments and results are DeepSpeed's; `terrazzo.engine` does the work.
 
 from typing import Any
 
-from terrazzo.deepspeed import checkpointing, comm, ops, pipe, runtime, utils, zero
+from terrazzo.deepspeed import checkpointing, comm, moe, ops, pipe, runtime, utils, zero
 from terrazzo.deepspeed.accelerator import get_accelerator
 from terrazzo.deepspeed.api import add_config_arguments, initialize
 from terrazzo.deepspeed.comm import init_distributed
@@ -49,6 +49,7 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "moe",
     "ops",
     "pipe",
     "runtime",

@@ -14,9 +14,11 @@ from torch.utils.data import Dataset
 
 from terrazzo.deepspeed.comm import init_distributed, initialize_mesh_device
 from terrazzo.deepspeed.engine import DeepSpeedEngine, Results, results_of
+from terrazzo.deepspeed.moe.layer import MoE
 from terrazzo.deepspeed.optimizer import NoOptimizer
 from terrazzo.deepspeed.pipe.engine import PipelineEngine
 from terrazzo.deepspeed.pipe.module import PipelineModule
+from terrazzo.deepspeed.utils import groups
 from terrazzo.engine import initialize as make_engine
 from terrazzo.engine.config import as_mapping
 from terrazzo.engine.lr import SchedulerLike
@@ -109,6 +111,8 @@ def initialize(
         )
         return results_of(PipelineEngine(core, given, training_data, collate_fn))
     core = make_engine(model, optimizer, lr_scheduler, config=given, parameters=model_parameters)
+    for size in dict.fromkeys(module.ep_size for module in model.modules() if isinstance(module, MoE)):
+        groups._create_expert_and_data_parallel(size, data=core.ranks.data_mesh)
     return results_of(DeepSpeedEngine(core, given, training_data, collate_fn))
 
 

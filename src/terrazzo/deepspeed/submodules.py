@@ -39,7 +39,6 @@ SUBMODULES: Final[Mapping[str, str]] = {
 ABSENT: Final[Mapping[str, str]] = {
     "init_inference": "inference is not supported: use the model itself",
     "tp_model_init": "parallelize the model with terrazzo.tensor.parallel.parallelize_module",
-    "moe": "expert parallelism is not supported: write the layer in PyTorch, with all experts on every rank",
     "DeepSpeedHybridEngine": "an engine for generation is not supported",
     "DeepSpeedTransformerLayer": "use PyTorch's layers",
     "linear": "use peft",

@@ -93,8 +93,10 @@ _TOP = {
     "timers": _harmless("torch.profiler shows more"),
     "data_parallel_size": _harmless("it follows from the ranks"),
     "sequence_parallel_size": _refused("use terrazzo.tensor.experimental.context_parallel", 1),
-    "use_data_before_expert_parallelism": _harmless("there is no expert parallelism"),
-    "expert_parallel": _refused("experts are not divided among ranks: leave it out, every rank has all of them"),
+    "use_data_before_expert_parallelism": _harmless("neighbouring ranks have different experts"),
+    "expert_parallel": _refused(
+        "layers are not replaced: use deepspeed.moe.layer.MoE, or terrazzo.tensor.parallel.ExpertParallel"
+    ),
     "hybrid_engine": _refused("there is no engine that generates"),
     "weight_quantization": _refused("weights are not quantized"),
     "pipeline": _harmless("`PipelineModule` takes over `activation_checkpoint_interval`, and is told the rest"),

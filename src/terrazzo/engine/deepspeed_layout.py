@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint import PerRank
+from terrazzo.checkpoint.formats.deepspeed.experts import refuse_experts
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed
 from terrazzo.checkpoint.formats.deepspeed.writing import (
     NewFolder,
@@ -47,6 +48,7 @@ def save_in_deepspeed_layout(
             "layout='deepspeed' supports ZeRO stages 1, 2 and 3 without model parallelism, but this run is in stage "
             f"{engine.stage} with {engine.mp_world_size} ranks per model: save it without layout="
         )
+    refuse_experts(engine.module_state_dict())
     plane = ControlPlane.for_group()
     rank = engine.ranks.data.index
     new = NewFolder(folder / tag)

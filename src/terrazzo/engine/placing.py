@@ -25,11 +25,13 @@ from terrazzo._torch.groups import split
 from terrazzo.comm import Axis, axis_of, collectives
 from terrazzo.comm.alone import accelerator, initialise
 from terrazzo.engine.config import EngineConfig, ZeroConfig
+from terrazzo.engine.experts import divide_experts, experts_of
 from terrazzo.engine.leaves import is_leaf, leaves_in
 from terrazzo.errors import EngineConfigError
 from terrazzo.fsdp import CPUOffloadPolicy, FSDPModule, Int8Blocks, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.foreign import is_torch_dtensor
+from terrazzo.tensor.parallel.experts import expert_mesh
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -42,6 +44,7 @@ class Ranks:
     data: Axis
     pipeline: Axis | None
     model_parallel: int  # ranks that hold parts of one model, over all stages
+    data_mesh: DeviceMesh  # the ranks of `data`, in one dim
 
     @staticmethod
     def of(mesh: DeviceMesh | None, data_dim: str, pipeline_dim: str | None, zero: ZeroConfig) -> Ranks:
@@ -76,7 +79,7 @@ class Ranks:
             )
         hybrid = zero.stage == 0 or sharding < data.size
         shard_mesh = _replicas(data_mesh, sharding) if hybrid else data_mesh
-        return Ranks(shard_mesh, data, pipeline, mesh.size() // data.size)
+        return Ranks(shard_mesh, data, pipeline, mesh.size() // data.size, data_mesh)
 
 
 def _replicas(mesh: DeviceMesh, sharding: int) -> DeviceMesh:
@@ -118,14 +121,29 @@ def shard_model(
         raise EngineConfigError(
             f"some of the model's tensors are on the meta device and others are not: {', '.join(unmade[:4])} are"
         )
+    spread = experts_of(model)
+    apart = {p for module in spread if expert_mesh(module) is not None for p in module.parameters()}
     if not unmade:
-        same_everywhere((*model.parameters(), *model.buffers()), ranks.data)
+        same_everywhere((*(p for p in model.parameters() if p not in apart), *model.buffers()), ranks.data)
+    divisor = 1.0 if config.gradient_allreduce_op == "sum" else float(ranks.data.size)
     zero = config.zero_optimization
+    for module in spread:
+        mesh = divide_experts(module, ranks.data_mesh)
+        if not unmade:
+            same_everywhere(module.parameters(), axis_of(mesh, 0))
+        fully_shard(
+            module,
+            mesh=_replicas(mesh, 1) if zero.stage == 0 else mesh,
+            mp_policy=_precision(config),
+            offload_policy=_offload(config),
+            reshard_after_forward=None if zero.stage == 3 else False,
+        ).set_gradient_divide_factor(divisor)
     reshard: bool | int | None = None if zero.stage == 3 else False
     if 1 < zero.zero_hpz_partition_size < ranks.mesh.size(ranks.mesh.ndim - 1):
         reshard = zero.zero_hpz_partition_size
     chosen = gathered_together(model, config.zero_optimization.wrap, all_classes=ranks.pipeline is None)
-    for module in (*chosen, model):
+    inside = {inner for module in spread for inner in module.modules()}
+    for module in (*(each for each in chosen if each not in inside), model):
         fully_shard(
             module,
             mesh=ranks.mesh,

@@ -94,6 +94,79 @@ def test_more_files_than_may_be_open(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+PREFIX = "h.deepspeed_moe.experts.deepspeed_experts."
+
+
+def write_experts(folder: Path, data_first: bool) -> dict[str, torch.Tensor]:
+    """Four experts on two of four ranks each, as DeepSpeed writes them in stage 2; returns the weights, stacked."""
+    folder.mkdir()
+    values = {"up.weight": torch.randn(4, 3, 2), "up.bias": torch.randn(4, 3), "frozen": torch.randn(4, 2)}
+    dense = torch.randn(5)
+    for e in range(4):
+        file = folder / f"layer_0_expert_{e}_mp_rank_00_model_states.pt"
+        torch.save({f"{PREFIX}{e}.{name}": value[e].bfloat16() for name, value in values.items()}, file)
+    trained = ["up.weight", "up.bias"]
+    local = {f"{PREFIX}{e}.{name}": values[name].shape[1:] for e in range(2) for name in trained}
+    for rank in range(4):
+        part, place = (rank // 2, rank % 2) if data_first else (rank % 2, rank // 2)
+        experts = torch.cat([values[name][2 * part + e].flatten() for e in range(2) for name in trained])
+        lines = [(dense, 2, rank), (experts, 10, place)]
+        cut = [line[size * at : size * (at + 1)] for line, size, at in lines]
+        padded = [torch.cat([c, torch.zeros(size - len(c))]) for c, (_, size, _) in zip(cut, lines, strict=True)]
+        state = {
+            "zero_stage": 2,
+            "loss_scaler": None,
+            "single_partition_of_fp32_groups": cut,
+            "group_paddings": [len(p) - len(c) for p, c in zip(padded, cut, strict=True)],
+            "partition_count": [4, 2],
+            "base_optimizer_state": {
+                "state": {number: {"step": 3, "exp_avg": p + 1} for number, p in enumerate(padded)},
+                "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "moe": True, "params": [1]}],
+            },
+        }
+        file = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": state, "ds_config": {}, "ds_version": "0.19.8"}, file)
+    model = {
+        "module": {"d": dense.bfloat16()},
+        "param_shapes": [{"d": torch.Size([5])}, local],
+        "frozen_param_shapes": None,
+        "buffer_names": [],
+        "shared_params": {},
+        "dp_world_size": 4,
+        "ds_config": {"use_data_before_expert_parallelism": data_first},
+    }
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer": None}, folder / "expp_rank_0_mp_rank_00_optim_states.pt")
+    return {"d": dense, **{PREFIX + name: value for name, value in values.items()}}
+
+
+@pytest.mark.parametrize("data_first", (False, True))
+def test_experts_are_stacked(tmp_path, data_first):
+    values = write_experts(tmp_path / "tag", data_first)
+    found = read(tmp_path / "tag")
+    frozen = f"{PREFIX}frozen"
+    assert found["module"].keys() == values.keys() and found["module"][frozen].dtype is torch.bfloat16
+    for name, value in values.items():
+        assert torch.equal(found["module"][name], value.bfloat16() if name == frozen else value), name
+        if name != frozen:
+            assert torch.equal(found["optimizer"]["state"][name]["exp_avg"], value + 1), name
+    names = [f"{PREFIX}up.weight", f"{PREFIX}up.bias"]
+    assert [group["params"] for group in found["optimizer"]["param_groups"]] == [["d"], names]
+    assert found["param_shapes"] == [[["d", [5]]], [[names[0], [4, 3, 2]], [names[1], [4, 3]]]]
+    file = tmp_path / "tag" / "layer_0_expert_2_mp_rank_00_model_states.pt"
+    experts = torch.load(file)
+    for changed, what in (
+        ({name: value[:1] for name, value in experts.items()}, r"shape \(1,"),
+        ({"h.experts.w1.2": torch.ones(1)}, "no parameter of a layer deepspeed.moe.layer.MoE"),
+    ):
+        torch.save(changed, file)
+        with pytest.raises(CheckpointError, match=what):
+            read(tmp_path / "tag")
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"only the experts \[0, 1, 3\]"):
+        read(tmp_path / "tag")
+
+
 def test_pipelines(tmp_path):
     write_pipeline(tmp_path)
     found = read(tmp_path / "tag")
@@ -184,7 +257,8 @@ def test_other_kinds_of_parallelism_are_named(tmp_path):
     tag = tmp_path / "tag"
     for name, what in (
         ("layer_00-model_01-model_states.pt", "tensor-parallel"),
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "mixture of experts"),
+        ("layer_0_expert_1_mp_rank_01_model_states.pt", "tensor-parallel"),
+        ("expert_1_mp_rank_00_model_states.pt", "without the layer's number"),
     ):
         (tag / name).write_bytes(b"")
         with pytest.raises(CheckpointFormatError, match=what):

@@ -29,7 +29,7 @@ UNFINISHED: Final = ".unfinished"  # a file that is there while a folder is writ
 _MODEL: Final = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIM: Final = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _LAYER: Final = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<mp>\d+))?-model_states\.pt")
-_EXPERT: Final = re.compile(r".*expert_\d+_mp_rank_.*|expp_rank_.*")
+_EXPERT: Final = re.compile(r"(?:layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
 
 
 class _TensorClass:
@@ -86,9 +86,6 @@ class Files:
 def find_files(folder: Place) -> list[Files]:
     """The files of a tag's folder, by model rank: of a pipeline, by stage."""
     names = _names(folder)
-    for name in names:
-        if _EXPERT.fullmatch(name):
-            raise CheckpointFormatError(f"{folder / name}: models with a mixture of experts cannot be read")
     models, optims = _by_rank(folder, names, _MODEL), _by_rank(folder, names, _OPTIM)
     if not models:
         raise CheckpointNotFoundError(f"{folder} has no file of model states")
@@ -117,6 +114,20 @@ def layer_files(folder: Place) -> dict[int, str]:
             raise tensor_parallel(folder / name)
         found[int(match["layer"])] = name
     return found
+
+
+def expert_files(folder: Place) -> list[str]:
+    """The names of the files with one expert of a layer each."""
+    found = [(name, match) for name in _names(folder) if (match := _EXPERT.fullmatch(name))]
+    for name, match in found:
+        if match["layer"] is None:
+            raise CheckpointFormatError(
+                f"{folder / name}: a version of DeepSpeed before 0.5.8 wrote this file, without the layer's number: "
+                "resume with a later one, and save again"
+            )
+        if int(match["mp"]):
+            raise tensor_parallel(folder / name)
+    return [name for name, _ in found]
 
 
 def tensor_parallel(where: Place) -> CheckpointFormatError:

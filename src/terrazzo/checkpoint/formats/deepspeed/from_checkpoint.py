@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from terrazzo.checkpoint.formats.deepspeed.experts import refuse_experts
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed
 from terrazzo.checkpoint.formats.deepspeed.writing import (
     NewFolder,
@@ -109,6 +110,7 @@ def _layout(source: Source, values: Mapping[str, Any], stage: int | None, ranks:
             f"DeepSpeed's layout needs ZeRO stage 1, 2 or 3 and at least one rank, not stage {stage} on {ranks} ranks"
         )
     shapes: dict[str, Sequence[int]] = {name: shape for named in values["param_shapes"] for name, shape in named}
+    refuse_experts(shapes)
     kept = _kept(source)
     groups = []
     for options in values["optimizer"]["param_groups"]:

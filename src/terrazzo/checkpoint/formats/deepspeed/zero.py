@@ -23,6 +23,13 @@ from terrazzo.checkpoint.formats.deepspeed.contents import (
     shapes_of,
     steps_in,
 )
+from terrazzo.checkpoint.formats.deepspeed.experts import (
+    expert_tensors,
+    has_experts,
+    ranks_by_experts,
+    stacked,
+    stacked_name,
+)
 from terrazzo.checkpoint.formats.deepspeed.files import (
     Files,
     FileTensor,
@@ -40,7 +47,7 @@ from terrazzo.checkpoint.formats.table import Asked, read_rows
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
 from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.stores import Place
-from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 
 
 def read_partitioned(folder: Place) -> Contents:
@@ -60,7 +67,24 @@ def read_partitioned(folder: Place) -> Contents:
         add_layers(contents, layers, shared)
     else:
         contents.add_untrained(stages[0].models[0], known)
+    _add_experts(contents, folder)
     return contents
+
+
+def _add_experts(contents: Contents, folder: Place) -> None:
+    """Add what only the experts' files have, and give stacked parameters their shapes."""
+    experts = expert_tensors(folder)
+    for name, tensor in experts.items():
+        if f"module.{name}" not in contents.values:
+            contents.add(("module", name), tensor)
+    if experts:
+        shapes = [{stacked_name(name): shape for name, shape in named} for named in contents.values["param_shapes"]]
+        for named in shapes:
+            named.update((name, list(experts[name].shape)) for name in named if name in experts)
+        contents.add(("param_shapes",), [[[name, shape] for name, shape in named.items()] for named in shapes])
+        shared = contents.values.get("shared_params") or {}
+        names = {stacked_name(name): stacked_name(first) for name, first in shared.items()}
+        contents.add(("shared_params",), names)
 
 
 def _check_model_ranks(folder: Place, stages: Sequence[_Stage], layers: Mapping[int, OpenFile]) -> None:
@@ -139,12 +163,18 @@ class _Partitions:
     def of(model: OpenFile, optims: Sequence[OpenFile]) -> _Partitions:
         shapes = shapes_of(model)
         states = [file.get("optimizer_state_dict", dict) for file in optims]
-        build = _cut_one_by_one if states[0].get("zero_stage") == 3 else _cut_in_one_line
-        groups, param_groups = build(shapes, optims, states)
+        if states[0].get("zero_stage") == 3:
+            groups, param_groups = _cut_one_by_one(shapes, optims, states)
+        else:
+            data_first = bool((model.value.get("ds_config") or {}).get("use_data_before_expert_parallelism"))
+            groups, param_groups = _cut_in_one_line(shapes, optims, states, data_first)
         _check_same_save(groups, optims, states)
         names = names_by_group(shapes, param_groups, optims[0].where)
         if states[0].get("zero_stage") in (1, 2) and _in_turns(model.value):
+            if any(has_experts(members) for members in names):
+                raise CheckpointFormatError(f"{model.where}: round_robin_gradients with experts cannot be read")
             names = [out_of_turns(members, len(optims)) for members in names]
+        names = [list(dict.fromkeys(map(stacked_name, members))) for members in names]
         return _Partitions(tuple(groups), param_groups, names, states[0].get("loss_scaler"))
 
 
@@ -184,7 +214,7 @@ def _in_turns(model: Mapping[str, Any]) -> bool:
 
 
 def _cut_in_one_line(
-    shapes: Sequence[Shapes], optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]
+    shapes: Sequence[Shapes], optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]], data_first: bool
 ) -> tuple[list[_FlatGroup], Sequence[Mapping[str, Any]]]:
     first = states[0]
     base = [entry(state, "base_optimizer_state", object, f.where) for state, f in zip(states, optims, strict=True)]
@@ -198,10 +228,21 @@ def _cut_in_one_line(
     groups = []
     for number, named in enumerate(shapes):
         weights = _flat_tensors("single_partition_of_fp32_groups", number, optims, states)
-        # If the padding was removed from the weights, it must be added here.
-        padding = entry(first["group_paddings"], number, int, optims[0].where) if "zero_stage" in first else 0
         between = first.get("param_alignment_paddings")
-        placed = in_one_line(named.items(), weights[0][1].shape[0] + padding, None if not between else between[number])
+
+        def line(
+            rank: int, number: int = number, named: Shapes = named, weights: Any = weights, between: Any = between
+        ) -> Iterable[Placed]:
+            # If the padding was removed from the weights, it must be added here.
+            paddings = states[rank]["group_paddings"] if "zero_stage" in first else {number: 0}
+            length = weights[rank][1].shape[0] + entry(paddings, number, int, optims[rank].where)
+            return in_one_line(named.items(), length, None if not between else between[number])
+
+        if has_experts(named):
+            same = entry(first["partition_count"], number, int, optims[0].where)
+            placed: Iterable[Placed] = stacked(line, ranks_by_experts(len(optims), same, data_first))
+        else:
+            placed = line(0)
         kept = tuple(
             entry(part, number, dict, file.where) if elastic else entry(part, "state", dict, file.where).get(number, {})
             for part, file in zip(base, optims, strict=True)

@@ -1,0 +1,174 @@
+"""`deepspeed.moe`: what the layer returns, by its definition, on one device and on several ranks.
+
+`scripts.py` compares whole runs with the real DeepSpeed's, random draws among them.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import terrazzo.deepspeed as deepspeed
+from ranks import run_ranks
+from terrazzo.deepspeed.moe.layer import MoE
+from terrazzo.deepspeed.moe.utils import configure_moe_param_groups, has_moe_layers, is_moe_param
+from terrazzo.deepspeed.utils import groups
+from terrazzo.errors import EngineConfigError, EngineError, UnsupportedValueError
+
+pytestmark = pytest.mark.on_late
+
+DIM, EXPERTS = 6, 4
+
+
+class Expert(nn.Module):
+    """Returns a bias, too, as Megatron's layers do; two of its layers share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, DIM)
+        self.down = nn.Linear(DIM, DIM, bias=False)
+        self.down.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.down(torch.relu(self.up(x))), None
+
+
+def layer(**options: object) -> MoE:
+    torch.manual_seed(3)
+    moe = MoE(DIM, Expert(), EXPERTS, min_capacity=1, use_rts=False, top2_2nd_expert_sampling=False, **options)
+    stacked = moe.deepspeed_moe.experts.deepspeed_experts
+    assert stacked.up.weight is stacked.down.weight and stacked.up.weight.shape == (EXPERTS, DIM, DIM)
+    with torch.no_grad():
+        for p in stacked.parameters():
+            torch.testing.assert_close(p[0], p[3])  # copies, as DeepSpeed's
+            p.normal_()
+    return moe
+
+
+def expert(moe: MoE, e: int, x: Tensor) -> Tensor:
+    inner = moe.deepspeed_moe.experts.deepspeed_experts
+    return torch.relu(x @ inner.up.weight[e].T + inner.up.bias[e]) @ inner.down.weight[e].T
+
+
+def by_definition(moe: MoE, x: Tensor, k: int, factor: float, drop: bool) -> tuple[Tensor, Tensor, list[int]]:
+    """The first tokens of an expert are kept with k 2, first choices before second ones; those of the highest gates
+    with k 3."""
+    gates = (x @ moe.deepspeed_moe.gate.wg.weight.T).softmax(-1)
+    chosen = gates.topk(k, dim=1)[1].tolist()
+    capacity = max(math.ceil(len(x) / EXPERTS * factor * k), 1) if drop else len(x)
+    counts = [sum(e in c for c in chosen) for e in range(EXPERTS)]
+    kept: set[tuple[int, int]] = set()
+    for e in range(EXPERTS):
+        order = [(t, c.index(e)) for t, c in enumerate(chosen) if e in c]
+        order.sort(key=lambda found: (found[1], found[0]) if k == 2 else -float(gates.detach()[found[0], e]))
+        kept |= {(t, e) for t, _ in order[:capacity]}
+    rows = []
+    for t, row in enumerate(x):
+        mine = [e for e in chosen[t] if (t, e) in kept]
+        total = sum((gates[t, e] for e in mine), torch.zeros(())) if k > 1 else 1.0
+        rows.append(sum((gates[t, e] / total * expert(moe, e, row) for e in mine), torch.zeros(DIM)))
+    share = torch.tensor([sum(e in (c[:1] if k == 2 else c) for c in chosen) / len(x) for e in range(EXPERTS)])
+    return torch.stack(rows), (gates.mean(0) * share).sum() * EXPERTS / (k if k > 2 else 1), counts
+
+
+@pytest.mark.cpu_only("the layer's own arithmetic")
+@pytest.mark.parametrize(("k", "factor", "drop"), [(1, 1.0, False), (2, 0.5, True), (2, 1.0, False), (3, 0.6, True)])
+def test_a_layer_returns_what_its_definition_says(k, factor, drop):
+    moe = layer(k=k, capacity_factor=factor, drop_tokens=drop)
+    x = torch.randn(11, DIM, requires_grad=True)
+    found = []
+    for y, l_aux, counts in (moe(x), by_definition(moe, x, k, factor, drop)):
+        grads = torch.autograd.grad((y * y).sum() + l_aux, [x, *moe.parameters()])
+        found.append([y, l_aux, torch.as_tensor(counts).float(), *grads])
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+    everything = by_definition(moe, x, k, factor, False)[0]
+    assert torch.allclose(found[0][0], everything, atol=1e-4) is not drop
+
+
+@pytest.mark.cpu_only("the layer's own arithmetic")
+def test_with_one_expert_per_token_capacity_unused_tokens_and_the_residual():
+    moe = layer(capacity_factor=0.5, eval_capacity_factor=8.0, use_residual=True)
+    x = torch.randn(2, 6, DIM)
+    used = torch.tensor([1.0] * 10 + [0.0] * 2)
+    share = moe.coefficient(x).softmax(-1)
+    dense = moe.mlp(x)[0]
+    for training, most in ((True, 2), (False, 12)):  # ceil(12 / 4 * 0.5)
+        y, _, counts = moe.train(training)(x, used)
+        assert counts.sum() == 10
+        tokens = ((y - dense * share[..., 1:]) / share[..., :1]).reshape(-1, DIM)
+        computed = (tokens.abs().amax(1) > 1e-5).sum()
+        assert computed == sum(min(int(c), most) for c in counts)
+        assert tokens[10:].abs().max() < 1e-5
+
+
+def check_divided() -> None:
+    """Experts on two of four ranks each, or on all: each rank's results are those of all experts on one device."""
+    for ep_size in (2, 4):
+        for options in (
+            {"k": 1},
+            {"k": 2, "capacity_factor": 0.4, "use_residual": True},
+            {"k": 3, "drop_tokens": False},
+        ):
+            whole = layer(**options)
+            moe = layer(ep_size=ep_size, **options)
+            with pytest.raises(EngineError, match=f"divided among {ep_size} ranks, but are not: pass the model to"):
+                moe(torch.ones(4, DIM))
+            moe.load_state_dict(whole.state_dict())
+            moe.set_deepspeed_parallelism()
+            x = torch.randn(2, 5, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
+            for mine, expected in zip(moe(x), whole(x), strict=True):
+                torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+            assert all(is_moe_param(p) for p in moe.deepspeed_moe.experts.parameters())
+    name, rank = "ep_size_2", dist.get_rank()
+    assert groups._get_max_expert_size_name() == "ep_size_4"
+    assert groups._get_expert_parallel_rank(name) == rank % 2
+    assert groups._get_expert_data_parallel_rank(name) == rank // 2
+    assert groups._get_expert_parallel_world_size("ep_size_4") == 4
+    assert groups._get_expert_data_parallel_world_size("ep_size_4") == 1
+    together = groups._get_expert_parallel_group_dict()[name], groups._get_expert_data_parallel_group_dict()[name]
+    assert [dist.get_process_group_ranks(g) for g in together] == [
+        [rank // 2 * 2, rank // 2 * 2 + 1],
+        [rank % 2, rank % 2 + 2],
+    ]
+    with pytest.raises(EngineConfigError, match="no group 'ep_size_3' of experts"):
+        groups._get_expert_parallel_group("ep_size_3")
+
+
+def check_layout(folder: str) -> None:
+    settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
+    engine, *_ = deepspeed.initialize(model=layer(ep_size=2), config=settings)
+    with pytest.raises(UnsupportedValueError, match="cannot be written in DeepSpeed's layout"):
+        engine.core.save_checkpoint(folder, layout="deepspeed")
+
+
+def test_the_layout_of_deepspeed_is_refused(tmp_path):
+    run_ranks(2, check_layout, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_divided_experts_are_those_of_one_device():
+    run_ranks(4, check_divided)
+
+
+@pytest.mark.cpu_only("no tensors")
+def test_groups_of_parameters_and_wrong_arguments():
+    model = nn.Sequential(nn.Linear(2, DIM), layer())
+    found = configure_moe_param_groups(list(model.parameters()))
+    assert [len(group["params"]) for group in found] == [3, 2] and found[1]["name"] == "ep_size_1"
+    assert configure_moe_param_groups(found) is found
+    assert has_moe_layers(model) == (True, EXPERTS) and has_moe_layers(model[0]) == (False, 0)
+    assert deepspeed.moe.layer.MoE is MoE
+    with pytest.raises(EngineConfigError, match="ep_size 3 does not divide the number of experts, 4"):
+        MoE(DIM, Expert(), 4, ep_size=3)
+    with pytest.raises(EngineConfigError, match="must be None, 'Jitter' or 'RSample', not 'Noise'"):
+        MoE(DIM, Expert(), 4, noisy_gate_policy="Noise")
+    with pytest.raises(EngineError, match="a rank has 3 tokens, fewer than min_capacity, 4"):
+        MoE(DIM, Expert(), 4)(torch.ones(3, DIM))
+    with pytest.warns(UserWarning, match="no Tutel"):
+        copy.deepcopy(MoE(DIM, Expert(), 4, use_tutel=True))

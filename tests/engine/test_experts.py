@@ -1,0 +1,160 @@
+"""Experts divided among the data-parallel ranks: one process's losses and weights in every stage, on every degree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.runs import averaged, config, drawn
+from ranks import device_type, run_ranks
+from terrazzo.engine import Engine, WarmupLR, initialize
+from terrazzo.errors import EngineConfigError
+from terrazzo.tensor import init_device_mesh
+from terrazzo.tensor.parallel import ExpertParallel, GroupedExperts, MixtureOfExperts, parallelize_module
+from terrazzo.tensor.parallel.experts import expert_mesh
+
+pytestmark = pytest.mark.on_late
+
+PARTS, SIZE, STEPS, BEFORE = 4, 2, 4, 2  # a batch has four parts, each with a load-balance loss of its own
+EXPERTS = 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.moe = MixtureOfExperts(8, 5, EXPERTS, shared=3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, balance = self.moe(self.norm(x))
+        return x + y, balance
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(6, 8)
+        self.layers = nn.ModuleList([Layer() for _ in range(2)])
+        self.out = nn.Linear(8, 3)
+        self.layers[1].moe.experts.w3.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x, total = self.into(x), torch.zeros(())
+        for layer in self.layers:
+            x, balance = layer(x)
+            total = total + balance
+        return self.out(x), total
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean over the parts in x."""
+    found = []
+    for one, target in zip(x.split(SIZE), y.split(SIZE), strict=True):
+        out, balance = model(one)
+        found.append(F.mse_loss(out.float(), target) + 0.05 * balance)
+    return torch.stack(found).mean()
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(PARTS * SIZE, 5, n, generator=generator) for n in (6, 3))  # type: ignore[return-value]
+
+
+def train_plainly() -> tuple[list[float], dict[str, Tensor]]:
+    model = drawn(Model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+    schedule = WarmupLR(optimizer, warmup_max_lr=0.02, warmup_num_steps=5)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, *data(step))
+        loss.backward()
+        losses.append(loss.item())
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.5) > 0.5
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return losses, dict(model.named_parameters())
+
+
+def engine_of(degree: int, stage: int, seed: int = 0, **options: object) -> Engine:
+    """With 2 of 4 ranks the user has divided the experts; else the engine does."""
+    model = drawn(Model, seed)
+    if degree == 2 and dist.get_world_size() == 4:
+        torch.manual_seed(seed)
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("rest", "ep"))
+        parallelize_module(model, mesh["ep"], {"layers.*.moe.experts": ExpertParallel()})
+    else:
+        for layer in model.layers:
+            layer.moe.experts.expert_parallel_size = degree
+    return initialize(model, config={**config(stage), **options})
+
+
+def train(engine: Engine, start: int, stop: int) -> list[float]:
+    losses = []
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for step in range(start, stop):
+        x, y = (whole.chunk(ranks)[rank] for whole in data(step))
+        loss = loss_of(engine, x, y)
+        losses.append(averaged(engine.backward(loss)))
+        engine.step()
+    return losses
+
+
+def close(mine: object, expected: object, **tolerance: float) -> None:
+    torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(expected), rtol=1e-4, atol=1e-5, **tolerance)
+
+
+def check_stages(folder: str) -> None:
+    expected, weights = train_plainly()
+    for stage, degree in ((0, 2), (1, 4), (2, 2), (3, 2), (3, 4)):
+        engine = engine_of(degree, stage)
+        experts = engine.module.layers[0].moe.experts
+        assert expert_mesh(experts).size() == degree and experts.w1.shape[0] == EXPERTS
+        losses = train(engine, 0, BEFORE)
+        engine.save_checkpoint(f"{folder}/{stage}-{degree}")
+        close(losses + train(engine, BEFORE, STEPS), expected)
+        for name, value in engine.module_state_dict().items():
+            torch.testing.assert_close(value.full_tensor(), weights[name].detach(), rtol=1e-3, atol=1e-4)
+    summed = engine_of(2, 2, gradient_allreduce_op="sum", gradient_clipping=0.0)
+    plain = drawn(Model)
+    (loss_of(plain, *data(0)) * dist.get_world_size()).backward()
+    loss = loss_of(summed, *(whole.chunk(4)[dist.get_rank()] for whole in data(0)))
+    summed.backward(loss)
+    for name, p in summed.module.named_parameters():
+        wanted = plain.get_parameter(name.removeprefix("module."))
+        if wanted.grad is not None:
+            close(p.grad.full_tensor(), wanted.grad)
+    half = engine_of(2, 3, bf16={"enabled": True})
+    torch.testing.assert_close(torch.tensor(train(half, 0, STEPS)), torch.tensor(expected), rtol=0.05, atol=0.05)
+
+
+def check_resume(folder: str, degree: int, stage: int) -> list[float]:
+    engine = engine_of(degree, stage, seed=4)
+    engine.load_checkpoint(folder)
+    return train(engine, BEFORE, STEPS)
+
+
+def test_experts_train_in_every_stage_and_resume_on_every_degree(tmp_path):
+    run_ranks(4, check_stages, str(tmp_path), timeout=120)
+    expected = train_plainly()[0][BEFORE:]
+    for saved, world, degree, stage in (("3-2", 2, 2, 2), ("0-2", 4, 4, 3), ("1-4", 1, 1, 0), ("2-2", 2, 1, 1)):
+        for losses in run_ranks(world, check_resume, str(tmp_path / saved), degree, stage):
+            close(losses, expected)
+
+
+def check_errors() -> None:
+    model = nn.Sequential(GroupedExperts(2, 2, 6))
+    model[0].expert_parallel_size = 3  # type: ignore[assignment]
+    with pytest.raises(EngineConfigError, match="divided among 3 ranks: that does not divide the 2 data-parallel"):
+        initialize(model, config=config(1))
+    model = nn.Sequential(GroupedExperts(2, 2, 6))
+    parallelize_module(model, init_device_mesh(device_type(), (2,)), {"0": ExpertParallel()})
+    with pytest.raises(EngineConfigError, match=r"named dims of the 2 data-parallel ranks.*\(1, 2\)"):
+        initialize(model, config=config(1))
+
+
+def test_degrees_that_do_not_fit_are_errors():
+    run_ranks(2, check_errors)
