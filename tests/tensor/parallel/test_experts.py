@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ranks import device_type, run_ranks
 from terrazzo.errors import DTensorArgumentError, ParallelPlanError
@@ -117,6 +118,36 @@ def test_values_and_gradients_are_those_of_one_device(ranks):
     run_ranks(ranks, check_tokens)
 
 
+def check_tensor_parallel() -> None:
+    """Experts on two pairs of ranks; each of a pair has half of every expert, and the same tokens."""
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("ep", "tp"))
+    place = dist.get_rank() // 2
+    torch.manual_seed(0)
+    reference = GroupedExperts(DIM, HIDDEN, 3)
+    style = ExpertParallel(tensor={"w1": Shard(1), "w3": Shard(1), "w2": Shard(2)})
+    mine = parallelize_module(copy.deepcopy(reference), mesh["ep", "tp"], style)
+    assert mine.w2.placements == (Shard(0), Shard(2))
+    x = [torch.randn(6, DIM, requires_grad=True) for _ in range(2)]
+    counts = [torch.tensor([1, 4, 1]), torch.tensor([0, 2, 4])]
+    wanted = [reference(*each) for each in zip(x, counts, strict=True)]
+    own = x[place].detach().clone().requires_grad_()
+    got = mine(own, counts[place])
+    torch.stack(wanted).square().sum().backward()
+    got.square().sum().backward()
+    same(got, wanted[place])
+    same(own.grad, x[place].grad)
+    for p, q in zip(mine.parameters(), reference.parameters(), strict=True):
+        same(p.grad, q.grad)
+    with pytest.raises(ParallelPlanError, match="'w2'. must be a Shard, not None"):
+        parallelize_module(reference, mesh["ep", "tp"], ExpertParallel(tensor={"w1": Shard(1)}))
+    with pytest.raises(ParallelPlanError, match="a mesh of two dimensions for ExpertParallel.tensor"):
+        parallelize_module(reference, mesh["ep"], style)
+
+
+def test_experts_are_tensor_parallel_inside():
+    run_ranks(4, check_tensor_parallel)
+
+
 def token_by_token(moe: Any, x: Tensor, capacity: int | None) -> tuple[Tensor, Tensor]:
     """The mixture by its definition, for one token and one expert at a time."""
     tokens = x.reshape(-1, DIM)
@@ -177,6 +208,7 @@ def test_a_mixture_is_what_it_is_token_by_token(options):
 class Model(nn.Module):
     def __init__(self, capacity_factor: float | None) -> None:
         super().__init__()
+        self.again = capacity_factor is not None  # forward runs again in backward
         self.into = nn.Linear(4, DIM)
         self.layers = nn.ModuleList(
             [MixtureOfExperts(DIM, HIDDEN, 5, shared=7, capacity_factor=capacity_factor) for _ in range(2)]
@@ -186,7 +218,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x, total = self.into(x), torch.zeros(())
         for layer in self.layers:
-            y, balance = layer(x)
+            y, balance = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
             x, total = x + y, total + balance
         return self.out(x), total / len(self.layers)
 

@@ -8,7 +8,7 @@ all-to-all in the opposite direction, and backward is both once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo._torch.modules import parameters_of
 from terrazzo.comm import collectives
 from terrazzo.comm.axis import Axis, axis_of
-from terrazzo.comm.differentiable import exchange_rows
+from terrazzo.comm.differentiable import cast as cast_varying
+from terrazzo.comm.differentiable import exchange_rows, reduce_replicate
 from terrazzo.errors import ParallelPlanError
-from terrazzo.layout import Shard
+from terrazzo.layout import Placement, Shard
 from terrazzo.layout.chunking import chunk_sizes
 from terrazzo.tensor.api import distribute_tensor
 from terrazzo.tensor.dtensor import DTensor
@@ -47,10 +48,20 @@ class ExpertParallel(ParallelStyle):
     Gradients of the experts are sums over the tokens of all ranks of the mesh. Where every rank's loss is a mean, and
     `fully_shard` averages the other gradients over `n` ranks, call `set_gradient_divide_factor(n)` on the experts; the
     engine does so itself.
+
+    Args:
+        tensor: With tensor parallelism inside each expert, the placement of each parameter along the second dim of the
+            mesh, `mesh["ep", "tp"]`, such as `{"w1": Shard(1), "w3": Shard(1), "w2": Shard(2)}`. Its ranks have the
+            same tokens, and their results are terms of a sum.
     """
+
+    def __init__(self, tensor: Mapping[str, Placement] | None = None) -> None:
+        self.tensor = tensor
+        self.mesh_dims = 1 if tensor is None else 2
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis, count = axis_of(device_mesh, 0), number_of_experts(module)
+        inside = None if self.tensor is None else axis_of(device_mesh, 1)
         if count < axis.size:
             raise ParallelPlanError(
                 f"ExpertParallel: {type(module).__name__} has {count} experts, fewer than the mesh has ranks, "
@@ -59,16 +70,28 @@ class ExpertParallel(ParallelStyle):
         for submodule in module.modules():
             for name, parameter in parameters_of(submodule).items():
                 if parameter is not None:
-                    sharded = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+                    placements = [Shard(0), *self._inside(name)]
+                    sharded = distribute_tensor(parameter, device_mesh, placements, src_data_rank=self.src_data_rank)
                     placed = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
                     vars(placed).update(vars(parameter))  # what users, or libraries, have set on it
                     submodule.register_parameter(name, placed)
         module.__class__ = _with_dispatch(type(module))
-        module._expert_parallel = _Experts(device_mesh, axis, count)  # type: ignore[assignment]
+        module._expert_parallel = _Experts(device_mesh, axis, inside, count)  # type: ignore[assignment]
         return module
 
+    def _inside(self, name: str) -> list[Placement]:
+        if self.tensor is None:
+            return []
+        placement = self.tensor.get(name)
+        if not isinstance(placement, Shard):
+            raise ParallelPlanError(
+                f"ExpertParallel: tensor[{name!r}] must be a Shard, not {placement}: results are summed over the "
+                "ranks, so a parameter that each of them has as a whole, such as a bias, would count several times"
+            )
+        return [placement]
+
     def __repr__(self) -> str:
-        return "ExpertParallel()"
+        return f"ExpertParallel({'' if self.tensor is None else f'tensor={self.tensor}'})"
 
 
 def expert_mesh(module: nn.Module) -> DeviceMesh | None:
@@ -149,10 +172,10 @@ def changed_parameters(module: nn.Module, change: Callable[[Any], Tensor]) -> It
 class _Experts:
     """Where the experts of a module are; and the exchange of one call."""
 
-    __slots__ = ("axis", "count", "mesh", "sizes")
+    __slots__ = ("axis", "count", "inside", "mesh", "sizes")
 
-    def __init__(self, mesh: DeviceMesh, axis: Axis, count: int) -> None:
-        self.mesh, self.axis, self.count = mesh, axis, count
+    def __init__(self, mesh: DeviceMesh, axis: Axis, inside: Axis | None, count: int) -> None:
+        self.mesh, self.axis, self.inside, self.count = mesh, axis, inside, count
         self.sizes = chunk_sizes(count, axis.size)  # how many experts each rank has
 
     def __deepcopy__(self, memo: Any) -> _Experts:
@@ -174,7 +197,10 @@ class _Experts:
         came = exchange_rows(rows, axis, send, receive)
         experts = torch.arange(own, device=rows.device).repeat(axis.size).repeat_interleave(theirs.reshape(-1))
         order = experts.argsort(stable=True)
-        results = run(came[order], theirs.sum(0))
+        if self.inside is None:
+            results = run(came[order], theirs.sum(0))
+        else:  # each rank has a part of every expert
+            results = reduce_replicate(run(cast_varying(came[order], self.inside), theirs.sum(0)), self.inside)
         return exchange_rows(results[order.argsort()], axis, receive, send)
 
 

@@ -44,16 +44,17 @@ def parallelize_module(
             nothing is sent.
     """
     mesh = current_mesh(device_mesh)
-    if mesh.ndim != 1:
-        raise ParallelPlanError(
-            f"parallelize_module needs a mesh of one dimension, this one has {mesh.ndim}: pass one of them, such as "
-            'mesh["tp"]'
-        )
     if parallelize_plan is None:
         warnings.warn("parallelize_module without a parallelize_plan does nothing", stacklevel=2)
         return module
     shared = SharedParameters(module)
     found, unmatched = _resolve(module, parallelize_plan)
+    for _, style in found:
+        if mesh.ndim != getattr(style, "mesh_dims", 1):  # styles of other libraries have none
+            raise ParallelPlanError(
+                f"parallelize_module needs a mesh of {'two dimensions' if mesh.ndim == 1 else 'one dimension'} for "
+                f'{style!r}, this one has {mesh.ndim}: pass them alone, as in mesh["tp"] or mesh["ep", "tp"]'
+            )
     for key, where in unmatched.items():
         warnings.warn(f"parallelize_plan: {key!r} matches no submodule of {where}; ignored there", stacklevel=2)
     for target, style in found:

@@ -33,6 +33,8 @@ class ParallelStyle(ABC):
     """
 
     src_data_rank: int | None = 0
+    mesh_dims: int = 1
+    """The number of dims of the mesh that the style needs."""
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module: ...
