@@ -32,6 +32,7 @@ MODULES: Final[Mapping[str, str]] = {
     "tensor.parallel.style": "terrazzo.tensor.parallel",
     "tensor.placement_types": "terrazzo.tensor.placement_types",
     "tensor._dtensor_spec": "terrazzo.tensor.libraries",
+    "tensor._ops.single_dim_strategy": "terrazzo.tensor.experimental.register_sharding",
     "tensor._redistribute": "terrazzo.tensor.libraries",
     "tensor._utils": "terrazzo.tensor.libraries",
     "fsdp": "terrazzo.fsdp",

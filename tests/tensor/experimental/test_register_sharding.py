@@ -1,13 +1,17 @@
 """Users' sharding rules: for operators of ATen and of torch.library, over our own rules, with gradients."""
 
+import importlib
+
 import pytest
 import torch
 
+import terrazzo
 from ranks import run_ranks
 from terrazzo.errors import DTensorError
+from terrazzo.layout.placement import _StridedShard
 from terrazzo.tensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.debug import CommDebugMode
-from terrazzo.tensor.experimental import register_sharding, unregister_sharding
+from terrazzo.tensor.experimental import register_sharding, register_single_dim_strategy, unregister_sharding
 
 aten = torch.ops.aten
 
@@ -145,3 +149,58 @@ def test_what_can_be_registered():
         register_sharding(aten.relu)
     with pytest.raises(DTensorError, match="functional form"):
         register_sharding(aten.relu_.default)
+
+
+def check_strategies_of_one_mesh_dim():
+    """Functions for PyTorch's `register_single_dim_strategy`, also PyTorch's own, are taken as they are."""
+    terrazzo.install()
+    try:
+        single = importlib.import_module("torch.distributed.tensor._ops.single_dim_strategy")
+        assert single.register_single_dim_strategy is register_single_dim_strategy
+        with torch.library._scoped_library("single", "FRAGMENT") as library:
+            library.define("halves(Tensor x, Tensor w, int k) -> (Tensor, Tensor)")
+            library.impl("halves", lambda x, w, k: (x * w + k, (x * w).sum(1)), "CompositeExplicitAutograd")
+            op, seen = torch.ops.single.halves.default, []
+
+            @single.register_single_dim_strategy(op, allow_uneven_sharding=True)
+            def strategy(op, args, kwargs):
+                seen.append((op, args, kwargs))
+                cut, total = single._ShardingPlaceholder, Partial("sum")
+                return [[cut(0), cut(0), cut(0), Replicate()], [cut(1), total, cut(1), cut(0)]]
+
+            mesh = init_device_mesh("cpu", (2, 2))
+            x, w = torch.randn(5, 8), torch.randn(8)
+            expected, everywhere = op(x, w, 3), distribute_tensor(w, mesh)
+            for placements, found in (
+                ((Shard(0), Shard(1)), [(Shard(0), Shard(1)), (Shard(0), Partial("sum"))]),
+                ((Replicate(), Shard(0)), [(Replicate(), Shard(0)), (Replicate(), Shard(0))]),
+                ((Replicate(), _StridedShard(1, split_factor=2)), None),
+            ):
+                given = distribute_tensor(x, mesh, placements)
+                with CommDebugMode() as mode:
+                    results = op(given, everywhere, 3)
+                if found is not None:
+                    assert [result.placements for result in results] == found
+                else:  # the same kind of sharding goes through
+                    assert results[0].placements == placements
+                assert not mode.get_total_counts()
+                for result, whole in zip(results, expected, strict=True):
+                    torch.testing.assert_close(result.full_tensor(), whole)
+            assert seen[0][0] is op and seen[0][1][0].shape == x.shape and seen[0][1][2] == 3
+            unregister_sharding(op)
+        # PyTorch's own function for a product, in place of our rule.
+        rules = importlib.import_module("torch.distributed.tensor._ops._matrix_ops")
+        register_single_dim_strategy(aten.mm.default)(rules.mm_single_dim_strategy)
+        a, b = distribute_tensor(x, mesh, [Shard(0), Shard(1)]), distribute_tensor(x.T, mesh, [Replicate(), Shard(0)])
+        product = aten.mm.default(a, b)
+        assert product.placements == (Shard(0), Partial("sum"))
+        torch.testing.assert_close(product.full_tensor(), x @ x.T)
+        with pytest.raises(DTensorError, match="different_mesh_args"):
+            register_single_dim_strategy(aten.mm.default, different_mesh_args=[0])
+    finally:
+        unregister_sharding(aten.mm.default)
+        terrazzo.uninstall()
+
+
+def test_strategies_of_one_mesh_dim():
+    run_ranks(4, check_strategies_of_one_mesh_dim)

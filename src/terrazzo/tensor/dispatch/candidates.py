@@ -113,20 +113,21 @@ def _shard(
     outs: list[Placement] = []
     for dims in spec.outs:
         if f in dims:
-            outs.append(_cut(dims.index(f), pieces))
+            outs.append(cut_of(dims.index(f), pieces))
         elif f in spec.reduce:
             outs.append(Partial(spec.reduce[f]))
         else:
             return None
     term = Partial(spec.reduce[f]) if f in spec.reduce else _R
     ins = tuple(
-        _cut(dims.index(f), pieces) if f in dims else term if i in spec.addends else _R
+        cut_of(dims.index(f), pieces) if f in dims else term if i in spec.addends else _R
         for i, dims in enumerate(spec.ins)
     )
     return Candidate(ins, tuple(outs), f, 0)
 
 
-def _cut(dim: int, pieces: int) -> Placement:
+def cut_of(dim: int, pieces: int) -> Placement:
+    """The placement that cuts a dim, or several pieces of it."""
     return Shard(dim) if pieces == 1 else _StridedShard(dim, split_factor=pieces)
 
 

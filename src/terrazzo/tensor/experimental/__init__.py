@@ -6,6 +6,7 @@ from terrazzo.tensor.experimental.register_sharding import (
     register_decomposition,
     register_loops,
     register_sharding,
+    register_single_dim_strategy,
     unregister_sharding,
 )
 from terrazzo.tensor.experimental.replication import implicit_replication
@@ -18,5 +19,6 @@ __all__ = [
     "register_decomposition",
     "register_loops",
     "register_sharding",
+    "register_single_dim_strategy",
     "unregister_sharding",
 ]

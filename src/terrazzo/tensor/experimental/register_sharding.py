@@ -9,15 +9,20 @@ import torch
 
 from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, writes_arguments
 from terrazzo.errors import DTensorError
-from terrazzo.layout import Placement
+from terrazzo.layout import Partial, Placement, Replicate
+from terrazzo.layout.placement import _StridedShard
+from terrazzo.tensor.dispatch.candidates import cut_of
 from terrazzo.tensor.dispatch.keys import any_number, forget
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, Decomposed, on_meta
 from terrazzo.tensor.dispatch.spec import Acceptable, Call, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
+from terrazzo.tensor.libraries import TensorMeta
 from terrazzo.tensor.ops.loops import loops
 
-Strategy: TypeAlias = Callable[..., Sequence[tuple[Sequence[Placement | None], Sequence[Placement | None]]]]
+Pairs: TypeAlias = Sequence[tuple[Sequence[Placement | None], Sequence[Placement | None]]]
+Strategy: TypeAlias = Callable[..., Pairs]
 _F = TypeVar("_F", bound=Strategy)
+_S = TypeVar("_S", bound=Callable[..., Sequence[Sequence[Any]]])
 _D = TypeVar("_D", bound=Callable[..., Any])
 Function: TypeAlias = Callable[..., Any]
 
@@ -110,6 +115,56 @@ def register_decomposition(op: Function | Sequence[Function]) -> Callable[[_D], 
     return register
 
 
+def register_single_dim_strategy(
+    op: OpOverload | Sequence[OpOverload],
+    schema_info: Any = None,
+    allow_unbacked_sharding: bool | None = None,
+    allow_uneven_sharding: bool = False,
+    full_mesh_strategy_filter: Any = None,
+    different_mesh_args: Sequence[int] | None = None,
+) -> Callable[[_S], _S]:
+    """Decorate a function that lists how an operator may be sharded along one mesh dim; it replaces our own rule.
+
+    This is PyTorch's, from `torch.distributed.tensor._ops.single_dim_strategy`, so that such functions can be taken as
+    they are. The function gets the operator and its arguments, with a `TensorMeta` (shape, stride, dtype) for each
+    tensor; what it returns may depend on the dtype of the first call only. It returns lists of placements: those of the
+    results, then those of the tensors among the arguments. A `_ShardingPlaceholder(dim)`, or any object with a `dim`
+    that is no placement, is every kind of sharding that the operands have. Replicating all is always allowed.
+
+    Args:
+        op: An operator, or several with the same arguments.
+        schema_info: Not needed here, and so are the next two: plans are kept for exact arguments, and shards may be
+            uneven or empty.
+        allow_unbacked_sharding: See above.
+        allow_uneven_sharding: See above.
+        full_mesh_strategy_filter: Must be None, because each mesh dim is planned by itself.
+        different_mesh_args: Must be None, because all operands are on one mesh.
+    """
+    if full_mesh_strategy_filter is not None or different_mesh_args is not None:
+        raise DTensorError(
+            "register_single_dim_strategy takes no full_mesh_strategy_filter and no different_mesh_args: each mesh dim "
+            "is planned by itself, for operands on one mesh"
+        )
+
+    def register(function: _S) -> _S:
+        def rule(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Spec:
+            metas = map_tensors(list(args), _meta_of), map_tensors(dict(kwargs), _meta_of)
+            listed = function(call.func, tuple(metas[0]), metas[1])
+            shapes = _output_shapes(call.func, args, kwargs)
+            count = len(shapes) + len(call.operands)
+            packed = {p.split_factor for o in call.operands for p in o.placements if isinstance(p, _StridedShard)}
+            ways: list[list[Placement | None]] = [[Replicate()] * count]
+            for way in listed:
+                for pieces in (1, *sorted(packed)) if any(map(_is_any_shard, way)) else (1,):
+                    ways.append([_placed(p, pieces) for p in way])
+            return _spec_of(call, [(way[: len(shapes)], way[len(shapes) :]) for way in ways], shapes)
+
+        _register(op, rule)
+        return function
+
+    return register
+
+
 def unregister_sharding(op: Function | Sequence[Function]) -> None:
     """Undo `register_sharding`, `register_loops` and `register_decomposition`: our own rules, if any, apply again."""
     for each in _as_ops(op):
@@ -137,24 +192,46 @@ def _as_ops(op: Any) -> tuple[Any, ...]:
     return ops
 
 
+def _meta_of(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(tensor.shape, tuple(tensor.stride()), tensor.dtype)
+
+
+def _is_any_shard(placement: Any) -> bool:
+    return placement is not None and not isinstance(placement, Placement) and not hasattr(placement, "is_partial")
+
+
+def _placed(placement: Any, pieces: int) -> Placement | None:
+    """Our placement for PyTorch's, for ours, and for a placeholder, which then cuts so many pieces."""
+    if placement is None or isinstance(placement, Placement):
+        return placement
+    if _is_any_shard(placement):
+        return cut_of(placement.dim, pieces)
+    if placement.is_partial():
+        return Partial(placement.reduce_op)
+    return Replicate() if placement.is_replicate() else cut_of(placement.dim, getattr(placement, "split_factor", 1))
+
+
 def _rule_of(op: OpOverload, strategy: Strategy) -> Callable[..., Spec]:
     def rule(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Spec:
         shapes = _output_shapes(op, args, kwargs)
-        acceptable = tuple(
-            _acceptable(op, call, outs, ins, len(shapes)) for outs, ins in strategy(*call.args, **call.kwargs)
-        )
-        if not acceptable:
+        pairs = strategy(*call.args, **call.kwargs)
+        if not pairs:
             raise DTensorError(
                 f"the sharding function registered for {op} returned no pairs for operands {list(call.operands)}"
             )
-        dims = [tuple(range(o.ndim)) for o in call.operands]
-        return Spec(dims, [tuple(range(len(s))) for s in shapes], shapes, acceptable=acceptable)
+        return _spec_of(call, pairs, shapes)
 
     return rule
 
 
+def _spec_of(call: Call, pairs: Pairs, shapes: Sequence[tuple[int, ...]]) -> Spec:
+    acceptable = tuple(_acceptable(call, outs, ins, len(shapes)) for outs, ins in pairs)
+    dims = [tuple(range(o.ndim)) for o in call.operands]
+    return Spec(dims, [tuple(range(len(s))) for s in shapes], shapes, acceptable=acceptable)
+
+
 def _acceptable(
-    op: OpOverload, call: Call, outs: Sequence[Placement | None], ins: Sequence[Placement | None], outputs: int
+    call: Call, outs: Sequence[Placement | None], ins: Sequence[Placement | None], outputs: int
 ) -> Acceptable:
     placed_outs = tuple(p for p in outs if p is not None)
     leaves = _paths(call.args, ())
@@ -167,7 +244,7 @@ def _acceptable(
         placed_ins = tuple(p for p in ins if p is not None)
     if len(placed_ins) != len(call.operands) or len(placed_outs) != outputs:
         raise DTensorError(
-            f"the sharding function registered for {op} gave placements for {len(placed_ins)} inputs and "
+            f"the sharding function registered for {call.func} gave placements for {len(placed_ins)} inputs and "
             f"{len(placed_outs)} outputs: {(list(outs), list(ins))}; this call has {len(call.operands)} DTensors and "
             f"{outputs} outputs"
         )

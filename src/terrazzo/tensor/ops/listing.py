@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -32,12 +33,26 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def rows(pattern: str = "") -> list[Row]:
-    """The operations whose names contain `pattern`, by name.
+    """The operations whose names contain `pattern`, by name; also as it is written in programs and in profiles.
 
     >>> [row.how for row in rows("softmax") if row.name == "softmax"]
     ['rule']
+    >>> rows("torch.ops.aten.roll.default") == rows("aten::roll") == rows("torch.roll")
+    True
+    >>> [row.name for row in rows("torch.multiply")], [row.how for row in rows("native_layer_norm_backward")]
+    (['mul'], ['replicate'])
     """
-    return [_row(name) for name in sorted(_names()) if pattern in name]
+    name = _HOME.sub("", pattern)
+    if name != pattern:
+        name = name.partition(".")[0]
+    found = {known for known in _names() if name in known}
+    if name not in found and name.isidentifier() and hasattr(torch.ops.aten, name):  # another name, or ATen's alone
+        known, inplace = canonical_name(getattr(torch.ops.aten, name))
+        found.add(known + "_" * inplace)
+    return [_row(known) for known in sorted(found)]
+
+
+_HOME = re.compile(r"^(torch\.)?(ops\.)?(aten(\.|::)|nn\.functional\.|F\.|Tensor\.)?")
 
 
 def _names() -> set[str]:
