@@ -9,18 +9,26 @@ from typing import Any
 
 import torch
 
-from terrazzo.tensor.dispatch.spec import HALF, Call, Dims, Operand, Spec, result_type
+from terrazzo.tensor.dispatch.spec import HALF, Call, Operand, Spec, result_type
 from terrazzo.tensor.ops.accumulate import product_type, sums_in_single
 from terrazzo.tensor.ops.loops import loops
 from terrazzo.tensor.ops.table import rule
 
 
-def _product(text: str, operands: Sequence[Any]) -> Spec | None:
-    """The spec of a product, as einsum has it: loops that the result does not have are summed."""
+def _product(text: str, operands: Sequence[Any], addend: int | None = None) -> Spec | None:
+    """The spec of a product, as einsum has it: loops that the result does not have are summed.
+
+    `addend` is the operand that is added to it, if there is one: once, not by each rank that has a term.
+    """
     if not all(isinstance(o, Operand) for o in operands):
         return None
     ins, _, out = text.partition("->")
-    return loops(text, sums="".join(sorted(set(ins) - set(out) - set(" .,"))), linear="each").spec(operands)
+    factors = [i for i in range(len(operands)) if i != addend]
+    linear = [(i,) if addend is None else (i, addend) for i in factors]
+    spec = loops(text, sums="".join(sorted(set(ins) - set(out) - set(" .,_"))), linear=linear).spec(operands)
+    if spec is not None and addend is not None:
+        spec.addends = frozenset((addend,))
+    return spec
 
 
 def _in_range(spec: Spec | None, operands: list[Operand]) -> Spec | None:
@@ -91,25 +99,9 @@ def matmul(call: Call, input: Operand, other: Operand) -> Spec | None:
 
 @rule("linear")
 def linear(call: Call, input: Operand, weight: Operand, bias: Any = None) -> Spec | None:
-    spec = _product("...k, nk -> ...n", [input, weight])
-    if spec is None or bias is None:
-        return _in_range(spec, [input, weight])
-    if not isinstance(bias, Operand) or bias.shape != weight.shape[:1]:
-        return None
-    return _in_range(_plus(spec, spec.outs[0][-1:]), [input, weight])
-
-
-def _plus(spec: Spec, dims: Dims) -> Spec:
-    """The spec with one more operand that is added to the product."""
-    addend = len(spec.ins)
-    return Spec(
-        [*spec.ins, dims],
-        spec.outs,
-        spec.shapes,
-        reduce=spec.reduce,
-        linear=[(i, addend) for i in range(addend)],
-        addends=frozenset((addend,)),
-    )
+    if bias is None:
+        return _in_range(_product("...k, nk -> ...n", [input, weight]), [input, weight])
+    return _in_range(_product("...k, nk, n -> ...n", [input, weight, bias], addend=2), [input, weight])
 
 
 @rule("addmm", "addmv", "addr", "baddbmm", "addbmm")
@@ -117,26 +109,16 @@ def add_product(
     call: Call, input: Operand, first: Operand, second: Operand, *, beta: Any = 1, alpha: Any = 1
 ) -> Spec | None:
     pair = [first, second]
-    spec = _product(_PRODUCTS[call.name], pair)
-    if spec is None:
+    product = _product(_PRODUCTS[call.name], pair)
+    if product is None:
         return None
-    out = spec.outs[0]
-    full = spec.shapes[0]
+    factors, _, out = _PRODUCTS[call.name].partition(" -> ")
+    full = product.shapes[0]
     shift = len(full) - input.ndim
     if shift < 0 or any(n not in (1, m) for n, m in zip(input.shape, full[shift:], strict=True)):
         return None
-    dims = tuple(f if n == m else None for f, n, m in zip(out[shift:], input.shape, full[shift:], strict=True))
-    product = _plus(spec, dims)
-    # The addend is the first argument here, so the operands have another order.
-    spec = Spec(
-        [dims, *spec.ins],
-        spec.outs,
-        spec.shapes,
-        reduce=spec.reduce,
-        linear=[tuple((i + 1) % 3 for i in group) for group in product.linear],
-        addends=frozenset((0,)),
-    )
-    return _in_range(spec, pair)
+    added = [loop if n == m else "_" for loop, n, m in zip(out[shift:], input.shape, full[shift:], strict=True)]
+    return _in_range(_product(f"{''.join(added)}, {factors} -> {out}", [input, *pair], addend=0), pair)
 
 
 @rule("einsum")
