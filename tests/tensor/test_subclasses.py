@@ -10,7 +10,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 from ranks import run_ranks
-from terrazzo.errors import DTensorArgumentError
+from terrazzo.errors import CommError, DTensorArgumentError
 from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 
 R, P = Replicate(), Partial()
@@ -78,7 +78,7 @@ class Scaled(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default):
-            return Scaled(args[0].values_, args[0].scale)
+            return cls(args[0].values_, args[0].scale)
         if func is torch.ops.aten.slice.Tensor:
             return Scaled(func(args[0].values_, *args[1:]), args[0].scale)
         plain = pytree.tree_map_only(Scaled, lambda x: x.values_ * x.scale, (args, kwargs or {}))
@@ -190,31 +190,113 @@ def test_wrappers_too_large_for_one_round():
     run_ranks(2, large)
 
 
-def refused() -> list[str]:
+class Uncut(Scaled):
+    """Cannot be cut: what it makes of a part is a plain tensor."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+        return Uncut(inner["values_"], inner["scale"])
+
+
+class Counted(Scaled):
+    """Says how many columns it has, and is not joined by torch.cat."""
+
+    def __tensor_flatten__(self) -> Any:
+        return ["values_", "scale"], [self.values_.shape[1]]
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+        return Counted(inner["values_"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.slice.Tensor:
+            return cls(func(args[0].values_, *args[1:]), args[0].scale)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def one_scale() -> None:
+    """Cut and joined in all ways, with the class kept and nothing computed with the values."""
+    mesh, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    values = torch.arange(64, dtype=torch.int8).view(8, 8)
+    layouts: list[Any] = [(mesh, [Shard(0)]), (mesh, [Shard(1)]), (mesh, [R])]
+    layouts += [(square, [Shard(0), Shard(1)]), (square, [Shard(1), R]), (square, [R, Shard(0)])]
+    for on, source in layouts:
+        mine = torch.distributed.get_rank() == 0
+        whole = Scaled(values if mine else torch.zeros_like(values), torch.tensor(0.5 if mine else 0.0))
+        x = distribute_tensor(whole, on, source)
+        for other, target in layouts:
+            for placed in (
+                (x.redistribute(on, target), x.redistribute(on, target, async_op=True)) if on is other else ()
+            ):
+                assert type(placed.to_local()) is Scaled
+                full = placed.full_tensor()
+                assert torch.equal(full.values_, values) and full.scale == 0.5, (source, target)
+
+
+def test_one_scale_for_all_goes_from_any_placement_to_any():
+    run_ranks(4, one_scale)
+
+
+def refused() -> list[list[str]]:
     mesh = init_device_mesh("cpu", (2,))
-    scaled = Scaled(torch.ones(4, 2, dtype=torch.int8), torch.ones(()))
+    scaled, uncut, counted = (c(torch.ones(4, 2, dtype=torch.int8), torch.ones(())) for c in (Scaled, Uncut, Counted))
     opaque = Opaque(torch.ones(4))
-    messages = []
-    for make in (
-        lambda: distribute_tensor(scaled, mesh, [Shard(0)]),
-        lambda: distribute_tensor(scaled, mesh, [R]),
-        lambda: DTensor.from_local(scaled, mesh, [Shard(0)]).full_tensor(),
-        lambda: DTensor.from_local(scaled, mesh, [Shard(0)]).redistribute(mesh, [Shard(1)], async_op=True),
-        lambda: DTensor.from_local(scaled, mesh, [P]).redistribute(mesh, [R]),
-        lambda: distribute_tensor(opaque, mesh, [Shard(0)]),
-        lambda: DTensor.from_local(opaque, mesh, [Shard(0)]).full_tensor(),
-    ):
-        with pytest.raises(DTensorArgumentError) as caught:
-            make()
-        messages.append(str(caught.value))
-    return messages
+
+    def messages(*makes: Any) -> list[str]:
+        result = []
+        for make in makes:
+            with pytest.raises((DTensorArgumentError, CommError)) as caught:
+                make()
+            result.append(str(caught.value))
+        return result
+
+    return [
+        messages(lambda: DTensor.from_local(scaled, mesh, [P]).redistribute(mesh, [R])),
+        messages(
+            lambda: distribute_tensor(opaque, mesh, [Shard(0)]),
+            lambda: DTensor.from_local(opaque, mesh, [Shard(0)]).full_tensor(),
+        ),
+        messages(
+            lambda: distribute_tensor(uncut, mesh, [Shard(0)]),
+            lambda: distribute_tensor(uncut, mesh, [Shard(0)], src_data_rank=None),
+            lambda: DTensor.from_local(uncut, mesh, [R]).redistribute(mesh, [Shard(0)]),
+        ),
+        messages(
+            lambda: distribute_tensor(counted, mesh, [Shard(1)]).full_tensor(),
+            lambda: distribute_tensor(counted, mesh, [Shard(1)]).redistribute(mesh, [Shard(0)]),
+        ),
+    ]
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_is():
-    for messages in run_ranks(2, refused):
-        assert all("its inner tensor scale has another shape, ()" in m for m in messages[:5])
-        assert all("no __tensor_flatten__" in m for m in messages[5:])
-        assert all("DTensor.from_local" in m for m in messages)
+    for terms, opaque, uncut, counted in run_ranks(2, refused):
+        assert all("its inner tensor scale has another shape, ()" in m for m in terms)
+        assert all("no __tensor_flatten__" in m for m in opaque)
+        assert all("DTensor.from_local" in m for m in terms + opaque)
+        assert all("Uncut of shape (4, 2) cannot be cut along dim 0: its parts are of the class" in m for m in uncut)
+        assert all("cannot be joined along dim 1: what __tensor_flatten__ says" in m for m in counted)
+
+
+class Packed(torch.nn.Parameter):
+    """Bytes, as of bitsandbytes, whose meaning is beside them."""
+
+    quant_state: Any
+
+
+def refuse_packed() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    packed = Packed(torch.ones(8, 1, dtype=torch.uint8), requires_grad=False)
+    packed.quant_state = None
+    assert distribute_tensor(packed, mesh, [Shard(0)]).to_local().shape == (4, 1)  # not quantized yet
+    packed.quant_state = object()
+    for source in (0, None):
+        with pytest.raises(DTensorArgumentError, match="cannot cut a Packed: its torch.uint8 elements .* quant_state"):
+            distribute_tensor(packed, mesh, [Shard(0)], src_data_rank=source)
+
+
+def test_bytes_whose_meaning_is_beside_them_are_refused():
+    run_ranks(2, refuse_packed)
 
 
 def quantized(rank_by_itself: bool) -> torch.Tensor:
@@ -233,7 +315,7 @@ def quantized(rank_by_itself: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rank_by_itself", [True, False])
-def test_what_cannot_be_sent_can_still_be_computed_with(rank_by_itself):
+def test_one_scale_for_all_is_computed_with(rank_by_itself):
     for difference in run_ranks(2, quantized, rank_by_itself):
         assert difference.abs().max() == 0
 

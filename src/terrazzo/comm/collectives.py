@@ -20,6 +20,7 @@ from terrazzo.comm import observe, wire
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.buffers import concatenate, dense, flat_parts, repeat
 from terrazzo.comm.pending import Pending
+from terrazzo.comm.wrapped import Join, cut, inner_of, is_wrapper, rebuilt
 from terrazzo.errors import CommError
 from terrazzo.layout.chunking import chunk_sizes
 from terrazzo.layout.placement import REDUCE_OPS
@@ -91,6 +92,10 @@ def _all_gather(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int], async_op:
     if axis.size == 1:
         return Pending("all_gather", axis, None, x)
     _check_sizes("all_gather", x, axis, dim, sizes, own=True)
+    if is_wrapper(x):
+        join = Join(x, dim, sizes)
+        started = [_all_gather(t, axis, d, lengths, async_op) for t, d, lengths in join.moving()]
+        return Pending("all_gather", axis, None, x, lambda: join.finish([each.wait() for each in started]))
     if observe.observers:
         total = prod(x.shape[:dim]) * sum(sizes) * prod(x.shape[dim + 1 :]) * x.element_size()
         observe.report("all_gather", axis, (axis.size - 1) * total // axis.size, None, async_op)
@@ -206,6 +211,8 @@ def _all_to_all(
     _check_sizes("all_to_all", x, axis, concat_dim, concat_sizes, own=True)
     if split_dim == concat_dim:
         raise CommError(f"all_to_all on {axis} splits and concatenates dim {split_dim}; the two must differ")
+    if is_wrapper(x):
+        return _all_to_all_of_wrapper(cut(x, split_dim, split_sizes), axis, concat_dim, concat_sizes, async_op)
     shape = list(x.shape)
     shape[split_dim], shape[concat_dim] = split_sizes[index], 1
     row = prod(shape)  # received elements for each index along concat_dim
@@ -225,6 +232,19 @@ def _all_to_all(
             axis, out, flat, [size * row for size in concat_sizes], [size * sent_row for size in split_sizes]
         )
     return Pending("all_to_all", axis, work, out, lambda: concatenate(out, shape, concat_dim, concat_sizes))
+
+
+def _all_to_all_of_wrapper(
+    parts: Sequence[Tensor], axis: Axis, dim: int, sizes: Sequence[int], async_op: bool
+) -> Pending[Tensor]:
+    join = Join(parts[axis.index], dim, sizes)
+    pieces = [[t for t, _, _ in Join(part, dim, sizes).moving()] for part in parts]
+    started = []
+    for i, (own, d, lengths) in enumerate(join.moving()):
+        shapes = [(*own.shape[:d], length, *own.shape[d + 1 :]) for length in lengths]
+        started.append((d, _exchange([each[i] for each in pieces], axis, shapes, own, async_op)))
+    finish = lambda: join.finish([torch.cat(each.wait(), d) for d, each in started])  # noqa: E731
+    return Pending("all_to_all", axis, None, parts[axis.index], finish)
 
 
 def exchange(
@@ -320,10 +340,22 @@ def broadcast(x: Tensor, axis: Axis, src: int) -> Tensor:
     """A copy of the `x` of the rank at position `src`, on every rank; all pass a tensor of the same shape and dtype."""
     if axis.size == 1:
         return x
+    if is_wrapper(x):
+        return rebuilt(x, [broadcast(t, axis, src) for t in inner_of(x)], x.shape)
     if observe.observers:
         observe.report("broadcast", axis, (axis.size - 1) * x.nbytes // axis.size, None, False)
     out = dense(x).clone() if axis.index == src else torch.empty_like(x, memory_format=torch.contiguous_format)
     return Pending("broadcast", axis, wire.broadcast(axis, out, src), out).wait()
+
+
+def scatter_cut(x: Tensor, axis: Axis, src: int, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's part along `dim` of the wrapper `x` of the rank at position `src`; all ranks pass one."""
+    parts = cut(x, dim, sizes)
+    mine, received = parts[axis.index], []
+    for i, like in enumerate(inner_of(mine)):
+        sent = [inner_of(part)[i] for part in parts] if axis.index == src else None
+        received.append(scatter(sent, axis, src, like.shape, like))
+    return rebuilt(mine, received, mine.shape)
 
 
 def scatter(

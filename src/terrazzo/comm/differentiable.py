@@ -45,6 +45,7 @@ from terrazzo.comm import collectives, observe
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.buffers import assemble
 from terrazzo.comm.pending import Pending
+from terrazzo.comm.wrapped import copied, cut, is_wrapper
 from terrazzo.errors import CommError
 from terrazzo.layout.box import Box
 from terrazzo.layout.chunking import chunk_sizes
@@ -149,6 +150,8 @@ def _own_part(x: Tensor, axis: Axis, dim: int, sizes: Sequence[int]) -> Tensor:
         raise CommError(
             f"a tensor of shape {tuple(x.shape)} cannot be sliced on {axis} into {tuple(sizes)} along dim {dim}"
         )
+    if is_wrapper(x):
+        return copied(cut(x, dim, sizes)[axis.index])
     own = x.narrow(dim, sum(sizes[: axis.index]), sizes[axis.index])
     return own.clone(memory_format=torch.contiguous_format)
 

@@ -230,8 +230,6 @@ def _all_to_all_even(axis: Axis, out: Tensor, buffer: Tensor) -> Work | None:
 @_tells
 def broadcast(axis: Axis, buffer: Tensor, src: int) -> Work | None:
     """Overwrite `buffer` with that of the rank at position `src`."""
-    if is_wrapper(buffer):
-        return each_inner(lambda buffer: broadcast(axis, buffer, src), buffer)
     if buffer.dtype not in _MOVABLE:
         buffer = _bytes_of(buffer)
     if captured.capturing():

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from terrazzo._torch.replaced import Replacement, replace, restore
 from terrazzo.integrations.translating import is_helper, refusing, translated, without_our_placements
+from terrazzo.tensor.attributes import NoRawAccess
 
 # PyTorch's modules, below torch.distributed, and terrazzo's modules with the same names.
 MODULES: Final[Mapping[str, str]] = {
@@ -207,6 +208,8 @@ def _helpers(public: list[types.ModuleType], before: list[Replacement]) -> list[
         set_up = spec.__post_init__
         full = "torch.distributed.tensor._dtensor_spec.DTensorSpec"
         result.append(Replacement(spec, "__post_init__", set_up, without_our_placements(full, set_up)))
+    # Libraries compare the addresses of parameters to find shared ones; PyTorch's DTensors have address 0.
+    result.append(Replacement(NoRawAccess, "data_ptr", NoRawAccess.data_ptr, lambda self: 0))
     return result
 
 

@@ -22,12 +22,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from terrazzo._torch.modules import buffers_of, parameters_of
 from terrazzo._torch.tensors import mark_as_parameter
 from terrazzo.comm.axis import axis_of
-from terrazzo.comm.collectives import broadcast, scatter
+from terrazzo.comm.collectives import broadcast, scatter, scatter_cut
+from terrazzo.comm.wrapped import copied, cut, is_wrapper
 from terrazzo.errors import DTensorArgumentError, DTensorError, ParallelPlanError
 from terrazzo.layout import Layout, Placement, Replicate, Shard
 from terrazzo.tensor.convert import current_mesh, placements_on
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.foreign import check_plain, refuse_subclass
+from terrazzo.tensor.foreign import check_plain, refuse_packed, refuse_subclass
 from terrazzo.tensor.redistribute import redistribute_local
 
 
@@ -70,6 +71,7 @@ def distribute_tensor(
             "distribute_tensor can only distribute leaf tensors, but this one has a grad_fn: use "
             "DTensor.from_local(...).redistribute(...), which is differentiable"
         )
+    refuse_packed("distribute_tensor", tensor)
     wanted = Layout.of(mesh, placed, tuple(tensor.shape))
     # Partial, and a dim that is cut in pieces, are made from replicas, below.
     layout = wanted.with_placements((Replicate(),) * mesh.ndim) if wanted.packed else wanted.dual
@@ -78,12 +80,14 @@ def distribute_tensor(
         local = local.to(mesh.device_type)
     if layout.coord is None:
         local = local.new_zeros(layout.local_shape)
+    elif is_wrapper(local):
+        local = _part_of_wrapper(local, layout, src_data_rank)
     elif src_data_rank is None or local.device.type == "meta":
         local = local[layout.box().slices()]
     else:
         refuse_subclass("distribute_tensor", local)
         local = _from_source(local, layout, src_data_rank)
-    if local.device.type != "meta":
+    if local.device.type != "meta" and not is_wrapper(local):
         # A contiguous copy: the caller's tensor may change later, and a shard must not keep the whole tensor alive.
         local = local.clone(memory_format=torch.contiguous_format)
     result = wrap(redistribute_local(local, layout, wanted), wanted).requires_grad_(tensor.requires_grad)
@@ -110,6 +114,22 @@ def _from_source(local: torch.Tensor, layout: Layout, source: int) -> torch.Tens
         else:
             local = broadcast(local.contiguous(), axis, source)
     return local
+
+
+def _part_of_wrapper(whole: torch.Tensor, layout: Layout, source: int | None) -> torch.Tensor:
+    """`_from_source` for a wrapper, which is cut by its own operations; without a source every rank cuts its own."""
+    local = whole
+    for m in layout.order:
+        axis, placement = axis_of(layout.mesh, m), layout.placements[m]
+        if axis.size > 1 and isinstance(placement, Shard):
+            sizes = layout.part_sizes((m,), placement.dim, local.shape[placement.dim])
+            if source is None:
+                local = cut(local, placement.dim, sizes)[axis.index]
+            else:
+                local = scatter_cut(local, axis, source, placement.dim, sizes)
+        elif axis.size > 1 and source is not None:
+            local = broadcast(local, axis, source)
+    return local if source is not None and local is not whole else copied(local)
 
 
 def distribute_module(

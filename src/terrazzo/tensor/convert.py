@@ -19,17 +19,18 @@ from terrazzo.comm.collectives import all_gather, broadcast
 from terrazzo.comm.mesh import canonical_mesh
 from terrazzo.comm.observe import origin
 from terrazzo.comm.simulated import is_simulated
+from terrazzo.comm.wrapped import inner_of, is_wrapper, rebuilt
 from terrazzo.errors import DTensorArgumentError, DTensorError, DTensorTypeError, PlacementsError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, plan_transition
 from terrazzo.layout.chunk import ChunkStorageMetadata
 from terrazzo.layout.placement import CUTS, check_placement
-from terrazzo.layout.transition import LOCAL_STEPS, Step
+from terrazzo.layout.transition import LOCAL_STEPS, Slice, Step
 from terrazzo.tensor.cross_mesh import redistribute_across
 from terrazzo.tensor.dtensor import DTensor, gradient_layout, sums_only, wrap
 from terrazzo.tensor.foreign import check_plain
 from terrazzo.tensor.links import links
 from terrazzo.tensor.policy import asked_for, describing
-from terrazzo.tensor.redistribute import Gathered, gathered_from, redistribute_local, run_step, start_step
+from terrazzo.tensor.redistribute import Gathered, gathered_from, redistribute_local, run_step, start_step, steps_for
 from terrazzo.tensor.strides import global_stride
 
 
@@ -91,7 +92,8 @@ def from_local(
         local = _OfLeaf.apply(_GradTo.apply(local, gradient_layout(layout), needed))
         return wrap(_FirstReplica.apply(local, layout) if run_check else local, layout)
     if not local.requires_grad and forward_ad.unpack_dual(local).tangent is None:
-        local = local.detach()
+        # Not detach() of a wrapper, of which some do not keep all that they know (torchao's float8 its scaled dim).
+        local = rebuilt(local, inner_of(local), local.shape) if is_wrapper(local) else local.detach()
     elif local.requires_grad and local.is_leaf:
         local = _OfLeaf.apply(local)
     else:
@@ -302,6 +304,8 @@ def _own_memory(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
     if src.packed:
         return local
     steps = [step for step in plan_transition(src, dst) if axis_of(src.mesh, step.mesh_dims).size > 1]
+    if is_wrapper(local) and all(isinstance(step, Slice) for step in steps):
+        return local  # a copy by its inner tensors already; some subclasses' own clone quantizes again
     if any(isinstance(step, LOCAL_STEPS) for step in steps):
         return local.clone(memory_format=torch.contiguous_format)
     return local
@@ -327,7 +331,7 @@ def _redistribute_later(tensor: DTensor, dst: Layout) -> DTensor:
 
 
 def _start(local: torch.Tensor, src: Layout, dst: Layout) -> Callable[[], torch.Tensor]:
-    steps = plan_transition(src, dst)
+    steps = steps_for(local, src, dst)
     first = next((i for i, s in enumerate(steps) if _communicates(s, src)), None)
     if first is None:
         return lambda: _own_memory(redistribute_local(local, src, dst), src, dst)

@@ -26,13 +26,30 @@ def check_plain(function: str, value: Any) -> None:
         )
 
 
-def refuse_subclass(function: str, value: torch.Tensor) -> None:
-    """Raise if `value`, which is to be communicated, is of a subclass whose elements cannot be sent."""
+def refuse_packed(function: str, value: torch.Tensor) -> None:
+    """Raise if `value` is a parameter of packed bytes, whose meaning is an attribute that no part would have."""
+    found = [name for name in _MEANINGS if getattr(value, name, None) is not None]
+    if found and isinstance(value, torch.nn.Parameter):
+        raise DTensorArgumentError(
+            f"{function} cannot cut a {type(value).__name__}: its {value.dtype} elements mean nothing without its "
+            f"{found[0]}, which describes all of them. Quantize each rank's part, or use torchao's NF4 tensors; "
+            "fully_shard takes it as it is"
+        )
+
+
+_MEANINGS = ("quant_state", "SCB")  # bitsandbytes' Params4bit and Int8Params
+
+
+def refuse_subclass(function: str, value: torch.Tensor, whole_parts: bool = False) -> None:
+    """Raise if `value`, which is to be communicated, is of a subclass whose elements cannot be sent.
+
+    `whole_parts`: it is only cut and joined, which the collectives of wrappers refuse themselves where they must.
+    """
     kind = type(value)
     if kind is torch.Tensor or kind.__module__.startswith("torch._subclasses"):  # fake tensors, for example
         return
     if is_wrapper(value):
-        why = why_not_sent(value)
+        why = None if whole_parts else why_not_sent(value)
     elif kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ and not hasattr(value, "trigger_wait"):
         why = "it has its own operations and no __tensor_flatten__ that says which tensors it wraps"
     else:

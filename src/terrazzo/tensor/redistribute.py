@@ -17,6 +17,7 @@ from terrazzo.comm import collectives
 from terrazzo.comm import differentiable as typed
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.pending import Pending
+from terrazzo.comm.wrapped import is_wrapper, why_not_sent
 from terrazzo.layout import Layout, Partial, Replicate, plan_transition
 from terrazzo.layout.transition import (
     LOCAL_STEPS,
@@ -42,9 +43,18 @@ def redistribute_local(local: torch.Tensor, src: Layout, dst: Layout, varying: t
         varying = tuple(m for m in varying if not isinstance(dst.placements[m], Partial))
     if src.packed or dst.packed:
         return _redistribute_packed(local, src, dst, varying)
-    for step in plan_transition(src, dst):
+    for step in steps_for(local, src, dst):
         local = run_step(local, step, src.mesh, varying)
     return local
+
+
+def steps_for(local: torch.Tensor, src: Layout, dst: Layout) -> Sequence[Step]:
+    """The steps from `src` to `dst` for such a local tensor."""
+    steps = plan_transition(src, dst)
+    if is_wrapper(local) and any(isinstance(step, Exchange) for step in steps) and why_not_sent(local):
+        whole = src.with_placements((_R,) * src.mesh.ndim)  # it is cut dim by dim, not box by box
+        return (*plan_transition(src, whole), *plan_transition(whole, dst))
+    return steps
 
 
 def _redistribute_packed(local: torch.Tensor, src: Layout, dst: Layout, varying: tuple[int, ...]) -> torch.Tensor:
@@ -113,7 +123,7 @@ def run_step(local: torch.Tensor, step: Step, mesh: Any, varying: tuple[int, ...
     if axis.size == 1:
         return local
     if type(local) is not torch.Tensor and not isinstance(step, LOCAL_STEPS):
-        refuse_subclass("redistribute", local)
+        refuse_subclass("redistribute", local, isinstance(step, (Gather, AllToAll)))
     args, started = step.arguments, () if pending is None else (pending,)
     if isinstance(step, Gather):
         gather = typed.gather_varying if step.mesh_dims[0] in varying else typed.gather_replicate
@@ -126,7 +136,7 @@ def run_step(local: torch.Tensor, step: Step, mesh: Any, varying: tuple[int, ...
 def start_step(local: torch.Tensor, step: Step, mesh: Any) -> Any:
     """Start the communication of one step; `run_step` finishes it."""
     axis = axis_of(mesh, step.mesh_dims)
-    refuse_subclass("redistribute", local)
+    refuse_subclass("redistribute", local, isinstance(step, (Gather, AllToAll)))
     local = local.detach()
     if _reduces_first(step):
         return collectives.all_reduce_start(local, axis, step.op)

@@ -32,16 +32,18 @@ def _same_length(given: Any, desired: Any, what: str) -> None:
         )
 
 
-def _convert(
-    value: Any, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, local: bool, what: str
-) -> Any:
-    """`value`, with placement `given`, redistributed to `desired`; unchanged if `given` is None."""
-    if given is None:
-        return value
-    if not isinstance(value, torch.Tensor):
+def _check_tensor(value: Any, given: Placement | None, what: str) -> Any:
+    if given is not None and not isinstance(value, torch.Tensor):
         raise ParallelPlanError(
             f"{what} has the placement {given} but is a {type(value).__name__}, not a tensor: give None as its layout"
         )
+    return value
+
+
+def _convert(value: Any, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, local: bool) -> Any:
+    """`value`, with placement `given`, redistributed to `desired`; unchanged if `given` is None."""
+    if given is None:
+        return value
     tensor = as_dtensor(value, mesh, (given,))
     if desired is not None:
         tensor = placed(tensor, (desired,))
@@ -115,16 +117,23 @@ class PrepareModuleInput(ParallelStyle):
                 f"inputs, but input_layouts has {len(given)}"
             )
         return tuple(
-            _convert(x, mesh, g, d, self.use_local_output, f"input {i}")
+            self._prepare_input_arg(_check_tensor(x, g, f"input {i}"), mesh, g, d)
             for i, (x, g, d) in enumerate(zip(inputs, given, desired, strict=True))
         )
 
+    def _prepare_input_arg(
+        self, input: Any, mesh: DeviceMesh, input_layout: Placement | None, desired_layout: Placement | None
+    ) -> Any:
+        """One input, converted. It has PyTorch's name and arguments because libraries override it."""
+        return _convert(input, mesh, input_layout, desired_layout, self.use_local_output)
+
     def _named(self, kwargs: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
         given, desired = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-        return {
-            name: _convert(x, mesh, given.get(name), desired.get(name), self.use_local_output, f"input {name!r}")
-            for name, x in kwargs.items()
-        }
+        result = {}
+        for name, x in kwargs.items():
+            at = given.get(name)
+            result[name] = self._prepare_input_arg(_check_tensor(x, at, f"input {name!r}"), mesh, at, desired.get(name))
+        return result
 
     def __repr__(self) -> str:
         return f"PrepareModuleInput({self._described()}, use_local_output={self.use_local_output})"
@@ -164,7 +173,7 @@ class PrepareModuleOutput(ParallelStyle):
                 f"outputs, but output_layouts has {len(self.output_layouts)}"
             )
         converted = tuple(
-            _convert(x, mesh, g, d, self.use_local_output, f"output {i}")
+            _convert(_check_tensor(x, g, f"output {i}"), mesh, g, d, self.use_local_output)
             for i, (x, g, d) in enumerate(zip(outputs, self.output_layouts, self.desired_output_layouts, strict=True))
         )
         return converted[0] if len(converted) == 1 else converted

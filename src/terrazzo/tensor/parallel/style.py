@@ -79,7 +79,11 @@ def place_parameters(
 
 
 class _Cut(ParallelStyle):
-    """What column- and row-wise styles share: one input tensor, one output, and a table of parameter placements."""
+    """What column- and row-wise styles share: one input tensor, one output, and a table of parameter placements.
+
+    The two conversions are methods with PyTorch's names and arguments, because libraries override them: torchao's
+    float8 styles gather an input that they have cast before.
+    """
 
     input_layouts: Placements
     output_layouts: Placements
@@ -107,16 +111,32 @@ class _Cut(ParallelStyle):
         self, module: nn.Module, mesh: DeviceMesh, parameters: Mapping[str, Placement], needed: Placements
     ) -> nn.Module:
         def convert_input(mod: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-            shape = _shape_of_input(mod, inputs[0], self.input_layouts[0])
-            return (placed(as_dtensor(inputs[0], mesh, self.input_layouts, shape), needed), *inputs[1:])
+            return (self._prepare_input_fn(self.input_layouts, needed, mod, inputs, mesh), *inputs[1:])
 
-        def convert_output(_module: nn.Module, output: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
-            output = placed(output, self.output_layouts)
-            return output.to_local() if self.use_local_output else output
+        def convert_output(mod: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+            return self._prepare_output_fn(self.output_layouts, self.use_local_output, mod, output, mesh)
 
         place_parameters(module, mesh, lambda name: parameters.get(name, Replicate()), self.src_data_rank)
         convert_calls(module, mesh, convert_input, convert_output)
         return module
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Placements,
+        desired_input_layouts: Placements,
+        mod: nn.Module,
+        inputs: Any,
+        device_mesh: DeviceMesh,
+    ) -> Any:
+        shape = _shape_of_input(mod, inputs[0], input_layouts[0])
+        return placed(as_dtensor(inputs[0], device_mesh, input_layouts, shape), desired_input_layouts)
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        output = placed(outputs, output_layouts)
+        return output.to_local() if use_local_output else output
 
     def __repr__(self) -> str:
         return (
