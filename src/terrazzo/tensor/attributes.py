@@ -19,7 +19,7 @@ import torch
 
 from terrazzo._torch.dispatching import attribute_of_wrapper, names_of_attributes
 from terrazzo._torch.tensors import is_view
-from terrazzo.errors import DTensorError
+from terrazzo.errors import DTensorError, DTensorTypeError
 from terrazzo.tensor.links import links
 
 _OPERATIONS: Final = frozenset({"H", "T", "mH", "mT", "imag", "real"})
@@ -175,6 +175,18 @@ class OneValue:
 
     def tolist(self) -> Any:
         return self._whole().tolist()
+
+    def __format__(self, spec: str) -> str:
+        """A number if this rank holds it, else as `repr`: one rank alone may format, so this does not communicate."""
+        layout = self._layout
+        if layout.ndim == 0 and layout.is_replicated and layout.coord is not None:
+            return format(self._local.item(), spec)
+        if spec and layout.ndim == 0:
+            raise DTensorTypeError(
+                f"the format {spec!r} needs a number, and this rank does not hold that of a DTensor placed "
+                f"{list(layout.placements)} on {layout.mesh}: format x.item(), which every rank of the mesh must call"
+            )
+        return object.__format__(self, spec)
 
     def __bool__(self) -> bool:
         return bool(self._one_value("bool"))

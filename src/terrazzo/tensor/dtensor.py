@@ -24,7 +24,7 @@ from terrazzo._torch.tensors import is_view
 from terrazzo._torch.tensors import make_wrapper as _make
 from terrazzo._torch.tensors import set_wrapper_data as set_wrapper_data
 from terrazzo.comm.mesh import ranks_of
-from terrazzo.errors import DTensorError, DTensorTypeError
+from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial, Placement
 from terrazzo.tensor.attributes import NoRawAccess, OneValue, OwnAttributes, define_attributes
 from terrazzo.tensor.dispatch.keys import (
@@ -384,18 +384,6 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
         if self._layout.packed:  # there are no boxes to draw; a notebook shows the text then
             return None
         return self._layout.html(ranks_of(self._layout.mesh), f"DTensor, {self.dtype}", self._layout.mesh.device_type)
-
-    def __format__(self, spec: str) -> str:
-        """A number if this rank holds it, else as `repr`: one rank alone may format, so this does not communicate."""
-        layout = self._layout
-        if layout.ndim == 0 and layout.is_replicated and layout.coord is not None:
-            return format(self._local.item(), spec)
-        if spec and layout.ndim == 0:
-            raise DTensorTypeError(
-                f"the format {spec!r} needs a number, and this rank does not hold that of a DTensor placed "
-                f"{list(layout.placements)} on {layout.mesh}: format x.item(), which every rank of the mesh must call"
-            )
-        return object.__format__(self, spec)
 
     # ------------------------------------------------------------------ conversions
 

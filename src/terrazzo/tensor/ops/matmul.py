@@ -72,19 +72,9 @@ _PRODUCTS = {
 }
 
 
-@rule("mm", "bmm")
-def product(call: Call, input: Operand, mat2: Operand) -> Spec | None:
-    return _in_range(_product(_PRODUCTS[call.name], [input, mat2]), [input, mat2])
-
-
-@rule("mv", "outer", "ger")
-def product_with_vector(call: Call, input: Operand, vec: Operand) -> Spec | None:
-    return product(call, input, vec)
-
-
-@rule("dot", "inner_1d", "vdot")
-def product_of_vectors(call: Call, input: Operand, other: Operand) -> Spec | None:
-    return product(call, input, other)
+@rule("mm", "bmm", "mv", "dot", "inner_1d", "vdot", "outer", "ger")
+def product(call: Call, input: Operand, other: Operand) -> Spec | None:
+    return _in_range(_product(_PRODUCTS[call.name], [input, other]), [input, other])
 
 
 @rule("matmul")
