@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as by_another_name
@@ -10,11 +11,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ranks import device_type, run_ranks
+from terrazzo._torch.attention import kernel_for
 from terrazzo.errors import DTensorError
 from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.debug import CommDebugMode
-from terrazzo.tensor.experimental import context_parallel, context_parallel_unshard
+from terrazzo.tensor.experimental import context_parallel, context_parallel_unshard, set_rotate_method
 from terrazzo.tensor.experimental.ring_attention import TILE_ROWS, _tiles, head_tail
+from terrazzo.tensor.ops import attention
 
 pytestmark = pytest.mark.on_late
 
@@ -37,32 +40,73 @@ def close(actual, expected, dtype):
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
+WAYS = [("ring", "alltoall"), ("ring", "allgather"), ("ulysses", "alltoall")]
+
+
+def masks(*shapes):
+    """A mask of each kind: what is seen, what is added, a padded batch; some queries see no key."""
+    seen, added, padding = (torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.3 for shape in shapes)
+    seen[..., 1, :] = False
+    return seen, torch.zeros(added.shape).masked_fill(~added, torch.finfo(torch.float32).min), padding
+
+
 def check_plain(world):
     mesh = init_device_mesh(device_type(), (world,))
+    n = 4 * world
+    seen, added, padding = masks((n, n), (2, 4, n, n), (2, 1, 1, n))
+    added[:, :, :, 0] = 0.5  # a query that sees nothing would have the mean of the values on one device
     cases = [
-        (torch.float32, True, (2, 3, 8 * world, 5), (2, 3, 8 * world, 5), {}),
-        (torch.float32, False, (2, 3, 2 * world, 5), (2, 3, 6 * world, 5), {"scale": 0.3}),
-        (torch.bfloat16, True, (1, 2, 4 * world, 8), (1, 2, 4 * world, 8), {}),
-        (torch.float64, True, (2, 4, 4 * world, 3), (2, 2, 4 * world, 3), {"enable_gqa": True}),
-        (torch.float32, True, (4, 4 * world, 3), (4, 4 * world, 3), {}),
+        (torch.float32, (2, 4, 8 * world, 5), (2, 4, 8 * world, 5), {"is_causal": True}),
+        (torch.float32, (2, 4, 2 * world, 5), (2, 4, 6 * world, 5), {"scale": 0.3}),
+        (torch.bfloat16, (1, 4, n, 8), (1, 4, n, 8), {"is_causal": True}),
+        (torch.float64, (2, 8, n, 3), (2, 2, n, 3), {"enable_gqa": True, "is_causal": True}),
+        (torch.float32, (4, n, 3), (4, n, 3), {"is_causal": True}),
+        (torch.float32, (2, 4, n, 5), (2, 4, n, 5), {"attn_mask": seen}),
+        (torch.float32, (2, 4, n, 5), (2, 4, n, 5), {"attn_mask": added}),
+        (torch.float64, (2, 4, n, 5), (2, 2, n, 5), {"attn_mask": padding, "enable_gqa": True}),
     ]
-    for dtype, causal, q_shape, kv_shape, options in cases:
-        q, k, v, weight = make(q_shape, kv_shape, kv_shape, q_shape, dtype=dtype)
-        expected = one_device(q, k, v, weight, is_causal=causal, **options)
-        kept = [t.clone() for t in (q, k, v)]
-        with context_parallel(mesh, buffers=[q, k, v, weight], buffer_seq_dims=[-2, -2, -2, len(q_shape) - 2]):
-            assert q.shape[-2] * world == q_shape[-2]
-            for t in (q, k, v):
-                t.requires_grad_()
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, **options)
-            (out * weight).sum().backward()
-            results = [out, q.grad, k.grad, v.grad]
-            whole = context_parallel_unshard(mesh, results, [-2] * 4)
-            for t in (q, k, v):
-                t.requires_grad_(False).grad = None
-        for actual, expect in zip(whole, expected, strict=True):
-            close(actual, expect, dtype)
-        assert all(torch.equal(a, b) for a, b in zip((q, k, v), kept, strict=True))
+    for method, rotate in WAYS:
+        set_rotate_method(rotate)
+        for dtype, q_shape, kv_shape, options in cases:
+            q, k, v, weight = make(q_shape, kv_shape, kv_shape, q_shape, dtype=dtype)
+            mask = options.get("attn_mask")
+            reference = {**options, "attn_mask": mask.double() if mask is added else mask}
+            expected = one_device(q, k, v, weight, **reference)
+            kept = [t.clone() for t in (q, k, v)]
+            buffers = [q, k, v, weight]
+            if mask is not None and mask.shape[-2] > 1:
+                buffers.append(mask)
+            with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[-2] * len(buffers), method=method):
+                assert q.shape[-2] * world == q_shape[-2]
+                for t in (q, k, v):
+                    t.requires_grad_()
+                out = F.scaled_dot_product_attention(q, k, v, **options)
+                (out * weight).sum().backward()
+                results = [out, q.grad, k.grad, v.grad]
+                whole = context_parallel_unshard(mesh, results, [-2] * 4)
+                for t in (q, k, v):
+                    t.requires_grad_(False).grad = None
+            for actual, expect in zip(whole, expected, strict=True):
+                close(actual, expect, dtype)
+            assert all(torch.equal(a, b) for a, b in zip((q, k, v), kept, strict=True))
+    set_rotate_method("alltoall")
+
+
+def check_dropout(world):
+    """With Ulysses each rank has whole rows, so what attention drops is what one device drops of its heads."""
+    mesh = init_device_mesh(device_type(), (world,))
+    q, k, v = make(*[(1, world, 4 * world, 4)] * 3)
+    whole = [t.clone() for t in (q, k, v)]
+    torch.manual_seed(3)
+    rank = mesh.get_local_rank()
+    expected = F.scaled_dot_product_attention(*[t.chunk(world, 1)[rank] for t in whole], dropout_p=0.5, is_causal=True)
+    with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3, method="ulysses"):
+        torch.manual_seed(3)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, is_causal=True)
+        (out,) = context_parallel_unshard(mesh, [out], [2])
+    torch.testing.assert_close(out.chunk(world, 1)[rank], expected)
+    with pytest.raises(NotImplementedError, match="allgather"):
+        set_rotate_method("broadcast")
 
 
 def check_distributed():
@@ -78,11 +122,24 @@ def check_distributed():
         (square, [Shard(2), Shard(2)], (1, 2, 9, 4), (1, 2, 9, 4), True, {}),
         (square, [Replicate(), Shard(2)], (1, 2, 5, 4), (1, 2, 5, 4), False, {}),
     ]
-    for on, placements, q_shape, kv_shape, causal, options in cases:
+    seen, added, padding = masks((5, 9), (3, 2, 6, 6), (3, 1, 1, 6))
+    added[..., 0] = 0.5
+    cases += [
+        (mesh, [Shard(2)], (1, 2, 5, 4), (1, 2, 9, 4), False, {"attn_mask": seen}),
+        (square, [Shard(0), Shard(2)], (3, 2, 6, 4), (3, 2, 6, 4), False, {"attn_mask": added}),
+        (square, [Shard(2), Shard(0)], (3, 2, 6, 4), (3, 2, 6, 4), False, {"attn_mask": padding}),
+    ]
+    for case, method in [(case, method) for case in cases for method in ("ring", "ulysses")]:
+        on, placements, q_shape, kv_shape, causal, options = case
         q, k, v, weight = make(q_shape, kv_shape, kv_shape, q_shape)
-        expected = one_device(q, k, v, weight, is_causal=causal, **options)
+        mask = options.get("attn_mask")
+        options = dict(options)
+        expected_options = {**options, "attn_mask": mask.double() if mask is added else mask}
+        expected = one_device(q, k, v, weight, is_causal=causal, **expected_options)
+        if mask is not None:
+            options["attn_mask"] = distribute_tensor(mask, on)
         dq, dk, dv = (distribute_tensor(t, on, placements).requires_grad_() for t in (q, k, v))
-        with context_parallel(mesh):
+        with context_parallel(mesh, method=method):
             out = F.scaled_dot_product_attention(dq, dk, dv, is_causal=causal, **options)
         assert type(out) is DTensor and out.placements[-1] != Partial() and out.shape == q.shape
         (out * distribute_tensor(weight, on, out.placements)).sum().backward()
@@ -165,6 +222,78 @@ def check_memory(world):
     return largest.elements, sum(kept)
 
 
+def check_dropout_of_dtensors(at_once):
+    """The values do not depend on placements, nor on how many queries are computed at a time where nothing drops."""
+    mesh = init_device_mesh(device_type(), (2,))
+    before, attention.SCORES_AT_ONCE = attention.SCORES_AT_ONCE, at_once
+    try:
+        length = 48
+        q, k, v, weight = make(*[(2, 2, length, 4)] * 4)
+        seen = torch.rand(length, length, generator=torch.Generator().manual_seed(2)) > 0.4
+        for causal, mask, p in ((True, None, 1e-9), (False, seen, 1e-9), (False, None, 0.5), (True, None, 0.5)):
+            found = []
+            for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):
+                dq, dk, dv = (distribute_tensor(t, mesh, [placement]).requires_grad_() for t in (q, k, v))
+                placed = None if mask is None else distribute_tensor(mask, mesh)
+                torch.manual_seed(5)
+                with LargestTensor() as largest:
+                    out = F.scaled_dot_product_attention(dq, dk, dv, placed, p, causal)
+                    (out * distribute_tensor(weight, mesh, out.placements)).sum().backward()
+                if at_once < length * length:
+                    assert largest.elements < 4 * length * length, "no scores of all queries"
+                found.append([t.full_tensor() for t in (out.detach(), dq.grad, dk.grad, dv.grad)])
+            for other in found[1:]:
+                for a, b in zip(other, found[0], strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            if p < 0.1:
+                for a, b in zip(found[0], one_device(q, k, v, weight, attn_mask=mask, is_causal=causal), strict=True):
+                    torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+            else:
+                assert (found[0][0] - one_device(q, k, v, weight, is_causal=causal)[0]).abs().max() > 0.1
+    finally:
+        attention.SCORES_AT_ONCE = before
+
+
+@pytest.mark.parametrize("at_once", [1 << 20, 48 * 8])
+def test_dropout_of_dtensors(at_once):
+    run_ranks(2, check_dropout_of_dtensors, at_once)
+
+
+def check_flex(world):
+    """PyTorch has no backward of it on a CPU, and none of it on the late device."""
+    if device_type() != "cpu":
+        return
+    module = torch.nn.attention.flex_attention
+    by_name = module.flex_attention
+    mesh = init_device_mesh("cpu", (world,))
+    length, heads = 128 * world, 4
+    slopes = torch.linspace(0, 1, heads)
+
+    def score(s, b, h, i, j):
+        return s + slopes[h] * (j - i)
+
+    q, k, v = make((2, heads, length, 16), (2, 2, length, 16), (2, 2, length, 16))
+    masks = [
+        None,
+        module.create_block_mask(lambda b, h, i, j: i >= j + h * b, 2, heads, length, length, device="cpu"),
+    ]
+    for mask in masks:
+        expected = by_name(q, k, v, score, mask, enable_gqa=True)
+        for method in ("ring", "ulysses"):
+            with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2] * 3, method=method):
+                out = module.flex_attention(q, k, v, score, mask, enable_gqa=True)
+                (out,) = context_parallel_unshard(mesh, [out], [2])
+                with pytest.raises(DTensorError, match="imported before"):
+                    by_name(q, k, v)
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert module.flex_attention is by_name
+    torch.testing.assert_close(by_name(q, k, v, score, enable_gqa=True), by_name(q, k, v, score, enable_gqa=True))
+
+
+def test_flex_attention():
+    run_ranks(2, check_flex, 2)
+
+
 def check_refusals():
     mesh = init_device_mesh(device_type(), (2,), mesh_dim_names=("cp",))
     square = init_device_mesh(device_type(), (2, 1))
@@ -185,8 +314,11 @@ def check_refusals():
     with context_parallel(mesh):
         with pytest.raises(DTensorError, match="two chunks"):
             F.scaled_dot_product_attention(q, q, q, is_causal=True)
-        with pytest.raises(DTensorError, match="attn_mask"):
-            F.scaled_dot_product_attention(q, q, q, torch.ones(3, 3))
+        x = torch.ones(1, 1, 4, 2)
+        with pytest.raises(DTensorError, match=r"mask has shape \(4, 4\).*4, this rank's queries.*8, the keys"):
+            F.scaled_dot_product_attention(x, x, x, torch.ones(4, 4))
+        with pytest.raises(DTensorError, match="attn_mask or is_causal"):
+            F.scaled_dot_product_attention(x, x, x, torch.ones(4, 8), is_causal=True)
         with pytest.raises(DTensorError, match="dropout_p"):
             F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
         with pytest.raises(DTensorError, match="enable_gqa is False"):
@@ -194,6 +326,10 @@ def check_refusals():
         d = distribute_tensor(q, mesh, [Shard(2)])
         with pytest.raises(DTensorError, match="all be DTensors"):
             F.scaled_dot_product_attention(d, d, q)
+    entering("'ring' or 'ulysses'", method="both")
+    with context_parallel(mesh, method="ulysses"), pytest.raises(DTensorError, match="2 ranks can share evenly"):
+        F.scaled_dot_product_attention(q, q, q)
+    x = torch.ones(2, 8)
     # An error leaves things as they were.
     with pytest.raises(ZeroDivisionError), context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
         assert x.shape == (2, 4)
@@ -225,6 +361,10 @@ def test_plain_tensors(world):
     run_ranks(world, check_plain, world)
 
 
+def test_dropout():
+    run_ranks(2, check_dropout, 2)
+
+
 def test_distributed_tensors():
     run_ranks(4, check_distributed)
 
@@ -237,7 +377,7 @@ def test_memory_falls_with_the_ranks():
     two, four = (run_ranks(world, check_memory, world) for world in (2, 4))
     assert len(set(two)) == len(set(four)) == 1
     assert four[0][0] <= two[0][0] * 0.55 and four[0][1] <= two[0][1] * 0.55, (two, four)
-    assert two[0][0] <= 2 * TILE_ROWS * 1024  # heads x tile x keys of a rank, not 1024 x 1024
+    assert two[0][0] <= 2 * 2 * 1024 * 8 * 2  # both halves of a packed block of 2 heads, not scores of 1024 x 1024
 
 
 def test_refusals():
@@ -258,16 +398,24 @@ def test_head_and_tail_share_the_sequence_and_the_work():
 
 
 def test_tiles_cover_what_is_visible_once():
-    queries, length = ((3, 300), (700, 10)), 600
-    keys = ((0, 5), (290, length - 5))
-    for is_causal in (False, True):
-        q_at = [p for start, n in queries for p in range(start, start + n)]
-        k_at = [p for start, n in keys for p in range(start, start + n)]
-        expected = torch.tensor(q_at)[:, None] >= torch.tensor(k_at)[None, :] if is_causal else torch.ones(310, 600)
-        seen = torch.zeros(1, len(q_at), len(k_at))
-        for tile in _tiles(queries, keys, is_causal):
-            rows, columns = tile.rows.stop - tile.rows.start, tile.keys.stop - tile.keys.start
-            assert rows <= TILE_ROWS
-            scores = tile.mask(torch.zeros(rows, columns), seen)
-            seen[:, tile.rows, tile.keys] += scores.exp()
-        assert torch.equal(seen[0], expected.float())
+    q = torch.zeros(1, 1, 310, 4)
+    fused, products = kernel_for(q, q, False), kernel_for(q, q[..., :2], False)
+    assert fused.fused and not products.fused
+    length = 600
+    for queries, keys in (
+        (((3, 300), (700, 10)), ((0, 5), (290, length - 5))),
+        (((0, 300), (700, 10)), ((0, 300), (700, 10))),
+    ):
+        q_at = torch.tensor([p for start, n in queries for p in range(start, start + n)])
+        k_at = torch.tensor([p for start, n in keys for p in range(start, start + n)])
+        for is_causal in (False, True):
+            expected = q_at[:, None] >= k_at if is_causal else torch.ones(len(q_at), len(k_at), dtype=torch.bool)
+            for kernel in (fused, products):
+                seen = torch.zeros(len(q_at), len(k_at))
+                for tile in _tiles(queries, keys, is_causal, kernel):
+                    part = seen[tile.rows, tile.keys]
+                    bias = tile.bias(None, q)
+                    assert kernel.fused or part.shape[0] <= TILE_ROWS
+                    visible = torch.ones_like(part) if bias is None else bias[0, 0].exp()
+                    part += visible.tril() if tile.causal else visible
+                assert torch.equal(seen, expected.float())

@@ -1,6 +1,10 @@
 """Features whose interface may still change."""
 
-from terrazzo.tensor.experimental.context_parallel import context_parallel, context_parallel_unshard
+from terrazzo.tensor.experimental.context_parallel import (
+    context_parallel,
+    context_parallel_unshard,
+    set_rotate_method,
+)
 from terrazzo.tensor.experimental.local_map import local_map
 from terrazzo.tensor.experimental.register_sharding import (
     register_decomposition,
@@ -20,5 +24,6 @@ __all__ = [
     "register_loops",
     "register_sharding",
     "register_single_dim_strategy",
+    "set_rotate_method",
     "unregister_sharding",
 ]

@@ -1,7 +1,8 @@
 """`context_parallel`: attention over sequences that are sharded over ranks, for models that are written for one device.
 
-In the block, `torch.nn.functional.scaled_dot_product_attention` is ring attention (see `ring_attention`). Its calls are
-caught in two ways: by a function mode, whatever name the caller has for it, and by replacing the name in
+In the block, `torch.nn.functional.scaled_dot_product_attention` is ring attention (see `ring_attention`), or Ulysses:
+heads are exchanged for positions, each rank computes some heads of the whole sequence, and the result goes back. Its
+calls are caught in two ways: by a function mode, whatever name the caller has for it, and by replacing the name in
 `torch.nn.functional`, for PyTorch's own Python functions, inside which modes are disabled. Both ask for the context of
 the thread, which autograd's threads inherit.
 """
@@ -9,10 +10,12 @@ the thread, which autograd's threads inherit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from math import sqrt
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +25,40 @@ from torch.overrides import TorchFunctionMode
 
 from terrazzo._torch.checkpointing import carry
 from terrazzo._torch.dispatching import get_in_thread, set_in_thread
+from terrazzo._torch.flex import plain_flex, replace_flex, restore_flex
+from terrazzo.comm import differentiable as typed
 from terrazzo.comm.axis import Axis, axis_of
 from terrazzo.comm.collectives import all_gather
 from terrazzo.errors import DTensorArgumentError, DTensorError, UnsupportedCallError
-from terrazzo.layout import Layout, Partial, Placement, Replicate
+from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.convert import current_mesh
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.experimental.ring_attention import Ring, Segments, head_tail, ring_attention
+from terrazzo.tensor.experimental.flex import moved_functions, rows_of
+from terrazzo.tensor.experimental.ring_attention import Ring, Rotate, Segments, head_tail, ring_attention
 from terrazzo.tensor.redistribute import redistribute_local
 
 _plain_attention = F.scaled_dot_product_attention
+Method: TypeAlias = Literal["ring", "ulysses"]
+
+
+@dataclass
+class AttentionOver:
+    """What attention does in a block, on this thread.
+
+    Attributes:
+        axis: the ranks that share a sequence.
+        method: as in `context_parallel`.
+        balanced: a rank's part is a chunk from the start and one from the end; else, one chunk.
+        calls: how many calls of attention it has seen.
+    """
+
+    axis: Axis
+    method: Method = "ring"
+    balanced: bool = True
+    calls: int = 0
+
+
+_rotate: Rotate = "alltoall"
 _THREAD_STATE = "terrazzo.tensor.experimental.context_parallel"  # torch passes it on to autograd's threads
 
 
@@ -42,6 +69,7 @@ def context_parallel(
     buffers: Sequence[Tensor] | None = None,
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
+    method: Method = "ring",
 ) -> Iterator[None]:
     """Run attention on sequences that are sharded over the ranks of a mesh, and shard `buffers` likewise.
 
@@ -53,7 +81,11 @@ def context_parallel(
     - DTensors that are sharded on the sequence (dim -2), also unevenly; other DTensors work as outside the block.
 
     Its backward may run in the block or after it; recomputation by activation checkpointing must run in the block.
-    Attention masks and dropout within attention raise an error.
+
+    A mask has the keys of the whole sequence in its last dim, in their order, and before it this rank's queries, as
+    `buffers` are cut, or 1. With "ring" queries that a mask hides from all keys get zeros, also where it adds the
+    dtype's lowest number, and dropout within attention raises an error; with "ulysses" both are as on one device, and
+    each rank gathers the whole mask.
 
     Args:
         mesh: A mesh of one dim: the ranks that share a sequence.
@@ -62,7 +94,12 @@ def context_parallel(
             the gradient of a buffer inside the block.
         buffer_seq_dims: The sequence dim of each buffer; its length must be divisible by twice the number of ranks.
         no_restore_buffers: Buffers that stay sharded after the block; no memory is kept for their whole.
+        method: "ring" passes keys and values around (`set_rotate_method`), in memory that falls with the ranks.
+            "ulysses" sends each position once to another rank and back, which is less where there are many ranks; the
+            number of heads must be a multiple of the ranks, or keys and values are repeated until they are.
     """
+    if method not in ("ring", "ulysses"):
+        raise DTensorArgumentError(f"context_parallel: method is 'ring' or 'ulysses', not {method!r}")
     if mesh.ndim != 1:
         raise DTensorArgumentError(
             f"context_parallel takes a mesh of one dim, this one has shape {tuple(mesh.shape)}: pass one of its dims, "
@@ -79,8 +116,20 @@ def context_parallel(
             if id(buffer) not in kept:
                 stack.callback(setattr, buffer, "data", whole)
             del whole
-        stack.enter_context(_attention_over(axis))
+        stack.enter_context(attention_over(AttentionOver(axis, method)))
         yield
+
+
+def set_rotate_method(rotate_method: str) -> None:
+    """How keys and values reach other ranks in `context_parallel(method="ring")`.
+
+    "alltoall", the default here, passes one rank's part to the next while it is used; "allgather" gathers all at once,
+    which is fewer messages and more memory (PyTorch's default).
+    """
+    global _rotate
+    if rotate_method not in ("alltoall", "allgather"):
+        raise UnsupportedCallError(f"set_rotate_method takes 'alltoall' or 'allgather', not {rotate_method!r}")
+    _rotate = rotate_method  # type: ignore[assignment]  # one of the two
 
 
 def context_parallel_unshard(mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[Tensor]:
@@ -89,13 +138,21 @@ def context_parallel_unshard(mesh: DeviceMesh, buffers: Sequence[Tensor], seq_di
     result = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         dim %= buffer.dim()
-        length = buffer.shape[dim] * axis.size
         whole = all_gather(buffer.detach(), axis, dim, (buffer.shape[dim],) * axis.size)
-        order = [run for rank in range(axis.size) for run in head_tail(rank, axis.size, length)]
-        chunks = whole.split([count for _, count in order], dim)
-        in_place = sorted(range(len(order)), key=lambda i: order[i][0])
-        result.append(torch.cat([chunks[i] for i in in_place], dim) if axis.size > 1 else buffer.detach().clone())
+        result.append(_in_sequence(whole, axis.size, dim) if axis.size > 1 else buffer.detach().clone())
     return result
+
+
+def _in_sequence(parts: Tensor, ranks: int, dim: int) -> Tensor:
+    """The whole, of all ranks' parts one after the other."""
+    chunks = parts.chunk(2 * ranks, dim)
+    return torch.cat([*chunks[::2], *reversed(chunks[1::2])], dim)
+
+
+def _in_parts(whole: Tensor, ranks: int, dim: int) -> Tensor:
+    """All ranks' parts one after the other, of the whole."""
+    chunks = whole.chunk(2 * ranks, dim)
+    return torch.cat([chunks[i] for rank in range(ranks) for i in (rank, 2 * ranks - 1 - rank)], dim)
 
 
 def _check_buffers(buffers: Sequence[Tensor], dims: Sequence[int], no_restore: set[Tensor], axis: Axis) -> None:
@@ -136,13 +193,15 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def _attention_over(axis: Axis | None) -> Iterator[None]:
+def attention_over(context: AttentionOver | None) -> Iterator[None]:
+    """A block in which attention is over sequences that are sharded like this; None: as outside of blocks."""
     global _replaced
-    outer = _axis_of_thread()
+    outer = _context_of_thread()
     with _lock:
         _replaced += 1
         F.scaled_dot_product_attention = _attention
-    set_in_thread(_THREAD_STATE, axis)
+        replace_flex(_flex_attention, _refuse_flex)
+    set_in_thread(_THREAD_STATE, context)
     try:
         with _AttentionMode():
             yield
@@ -152,14 +211,15 @@ def _attention_over(axis: Axis | None) -> Iterator[None]:
             _replaced -= 1
             if _replaced == 0:
                 F.scaled_dot_product_attention = _plain_attention
+                restore_flex()
 
 
-def _axis_of_thread() -> Axis | None:
-    axis: Axis | None = get_in_thread(_THREAD_STATE)
-    return axis
+def _context_of_thread() -> AttentionOver | None:
+    context: AttentionOver | None = get_in_thread(_THREAD_STATE)
+    return context
 
 
-carry(_axis_of_thread, _attention_over)
+carry(_context_of_thread, attention_over)
 
 
 class _AttentionMode(TorchFunctionMode):
@@ -177,23 +237,31 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    axis = _axis_of_thread()
-    tensors = (query, key, value)
-    attend: Callable[..., Tensor] | None = None
-    if axis is not None and any(isinstance(t, DTensor) for t in tensors):
-        spread = isinstance(query, DTensor) and query._layout.shard_order(query.dim() - 2)
-        attend = _attend_distributed if spread else None
-    elif axis is not None and axis.size > 1:
-        attend = _attend_plain
-    if attend is None:
+    context = _context_of_thread()
+    spread = isinstance(query, DTensor) and query._layout.shard_order(query.dim() - 2)
+    any_distributed = any(isinstance(t, DTensor) for t in (query, key, value))
+    if context is not None:
+        context.calls += 1
+    if context is None or (not spread if any_distributed else context.axis.size == 1):
         return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if attn_mask is not None or dropout_p:
+    if attn_mask is not None and (is_causal or attn_mask.requires_grad):
         raise UnsupportedCallError(
-            "attention on a sequence that is sharded over ranks supports neither attn_mask nor dropout_p: use "
-            "is_causal, and dropout outside attention"
+            "attention on a sequence that is sharded over ranks takes attn_mask or is_causal, and gives a mask no "
+            "gradient: pass one of the two, detached"
         )
     _check_shapes(query, key, value, enable_gqa)
-    return attend(query, key, value, is_causal, 1 / sqrt(query.shape[-1]) if scale is None else scale)
+    if context.method == "ulysses":
+        attend = _exchange_of_dtensors if any_distributed else _exchange_heads
+        return attend(context, query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if dropout_p:
+        raise UnsupportedCallError(
+            "attention on a sequence that is sharded over ranks does not support dropout_p with method='ring': use "
+            "dropout outside attention, or context_parallel(method='ulysses')"
+        )
+    scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
+    if any_distributed:
+        return _attend_distributed(query, key, value, attn_mask, is_causal, scale)
+    return _attend_plain(context, query, key, value, attn_mask, is_causal, scale)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
@@ -211,30 +279,175 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
         )
 
 
-def _attend_plain(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> Tensor:
-    axis = _axis_of_thread()
-    assert axis is not None
-    n = axis.size
-    if is_causal and (query.shape[-2] % 2 or key.shape[-2] % 2):
-        raise DTensorError(
-            f"causal attention under context_parallel: {query.shape[-2]} queries and {key.shape[-2]} keys on this "
-            "rank, expected two chunks of equal length, as context_parallel cuts its buffers"
-        )
-    if is_causal:
+def _attend_plain(
+    context: AttentionOver, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    axis, n = context.axis, context.axis.size
+    balanced = context.balanced and (is_causal or mask is not None)
+    _check_halves(query, key, balanced)
+    if balanced:
         queries = head_tail(axis.index, n, query.shape[-2] * n)
         keys = tuple(head_tail(rank, n, key.shape[-2] * n) for rank in range(n))
     else:
-        queries, keys = ((0, query.shape[-2]),), (((0, key.shape[-2]),),) * n
-    return ring_attention(query, key, value, Ring(axis, queries, keys), is_causal, scale)
+        queries = ((query.shape[-2] * axis.index, query.shape[-2]),)
+        keys = tuple(((key.shape[-2] * rank, key.shape[-2]),) for rank in range(n))
+    _check_mask(mask, query.shape[-2], key.shape[-2] * n)
+    return ring_attention(query, key, value, Ring(axis, queries, keys, _rotate), is_causal, scale, mask)
+
+
+def _check_halves(query: Tensor, key: Tensor, ordered: bool) -> None:
+    if ordered and (query.shape[-2] % 2 or key.shape[-2] % 2):
+        raise DTensorError(
+            f"causal or masked attention under context_parallel: {query.shape[-2]} queries and {key.shape[-2]} keys on "
+            "this rank, expected two chunks of equal length, as context_parallel cuts its buffers"
+        )
+
+
+def _check_mask(mask: Tensor | None, queries: int, keys: int) -> None:
+    if mask is not None and (mask.dim() < 2 or mask.shape[-2] not in (1, queries) or mask.shape[-1] not in (1, keys)):
+        raise DTensorArgumentError(
+            f"attention on a sequence that is sharded over ranks: the mask has shape {tuple(mask.shape)}; expected "
+            f"{queries}, this rank's queries, or 1 before the last dim, and {keys}, the keys of the whole sequence, or "
+            "1 there: pass the whole mask as one of context_parallel's buffers, with -2 as its sequence dim"
+        )
+
+
+# ------------------------------------------------------------------ heads for positions
+
+
+def _exchange_heads(
+    context: AttentionOver, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None,
+) -> Tensor:  # fmt: skip
+    """Attention of some heads with the whole sequence on each rank."""
+    axis, n = context.axis, context.axis.size
+    _check_heads(query, n)
+    ordered = context.balanced and (is_causal or mask is not None)
+    _check_halves(query, key, ordered)
+    _check_mask(mask, query.shape[-2], key.shape[-2] * n)
+    if key.shape[-3] % n:
+        key, value = (t.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for t in (key, value))
+    q, k, v = (_whole_sequence(t, axis, ordered) for t in (query, key, value))
+    if mask is not None:
+        if mask.shape[-2] > 1:
+            mask = all_gather(mask, axis, mask.dim() - 2, (mask.shape[-2],) * n)
+            mask = _in_sequence(mask, n, mask.dim() - 2) if ordered else mask
+        if mask.dim() > 2 and mask.shape[-3] > 1:
+            mask = mask.chunk(n, -3)[axis.index]
+    grouped = q.shape[-3] != k.shape[-3]
+    out = _attend_alone(q, k, v, mask, dropout_p, is_causal, scale, grouped)
+    return _to_positions(out, context, query.shape[-2], ordered)
+
+
+def _check_heads(query: Tensor, ranks: int) -> None:
+    if query.dim() < 3 or query.shape[-3] % ranks:
+        raise UnsupportedCallError(
+            f"context_parallel(method='ulysses'): a query of shape {tuple(query.shape)} has no dim of heads that "
+            f"{ranks} ranks can share evenly: use method='ring'"
+        )
+
+
+def _to_positions(out: Tensor, context: AttentionOver, length: int, ordered: bool) -> Tensor:
+    """This rank's positions of all heads, of all positions of its heads."""
+    axis, n, heads, rows = context.axis, context.axis.size, out.dim() - 3, out.dim() - 2
+    out = _in_parts(out, n, rows) if ordered else out
+    return typed.all_to_all(out, axis, rows, (length,) * n, heads, (out.shape[heads],) * n)
+
+
+def _alone(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call attention as outside of blocks: this block's function mode sees the call, too."""
+    context = _context_of_thread()
+    set_in_thread(_THREAD_STATE, None)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        set_in_thread(_THREAD_STATE, context)
+
+
+def _attend_alone(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout_p: float, is_causal: bool, scale: Any, grouped: bool
+) -> Tensor:
+    call = partial(_plain_attention, scale=scale, enable_gqa=grouped)
+    found: Tensor = _alone(call, query, key, value, mask, dropout_p, is_causal)
+    return found
+
+
+def _whole_sequence(x: Tensor, axis: Axis, ordered: bool) -> Tensor:
+    n, heads, rows = axis.size, x.dim() - 3, x.dim() - 2
+    whole = typed.all_to_all(x, axis, heads, (x.shape[heads] // n,) * n, rows, (x.shape[rows],) * n)
+    return _in_sequence(whole, n, rows) if ordered else whole
+
+
+def _exchange_of_dtensors(
+    context: AttentionOver, query: Any, key: Any, value: Any, mask: Any, dropout_p: float, is_causal: bool,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    """The same for DTensors, whose operations do it: the sequence's shards become shards of heads, and back."""
+    heads, sequence = query.dim() - 3, query.dim() - 2
+    before = query.placements
+    wanted = [Shard(heads) if p.is_shard(sequence) else p for p in before]
+    q, k, v = (t.redistribute(placements=wanted) for t in (query, key, value))
+    grouped = query.shape[heads] != key.shape[heads]
+    out: Any = _attend_alone(q, k, v, mask, dropout_p, is_causal, scale, grouped)
+    back: Tensor = out.redistribute(placements=before)
+    return back
+
+
+# ------------------------------------------------------------------ flex_attention
+
+
+def _refuse_flex() -> None:
+    context = _context_of_thread()
+    if context is not None and context.axis.size > 1:
+        raise UnsupportedCallError(
+            "flex_attention in context_parallel is called by a name that was imported before, or is compiled: it would "
+            "see a part of the sequence. Call torch.nn.attention.flex_attention.flex_attention by its module's name"
+        )
+
+
+def _flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any = None, block_mask: Any = None,
+    scale: float | None = None, enable_gqa: bool = False, **more: Any,
+) -> Any:  # fmt: skip
+    context = _context_of_thread()
+    if context is None or context.axis.size == 1:
+        return plain_flex(query, key, value, score_mod, block_mask, scale, enable_gqa, **more)
+    if any(isinstance(t, DTensor) for t in (query, key, value)) or more.get("return_lse") or more.get("return_aux"):
+        raise UnsupportedCallError(
+            "flex_attention in context_parallel takes plain tensors, and returns the result alone"
+        )
+    context.calls += 1
+    axis, n = context.axis, context.axis.size
+    _check_shapes(query, key, value, enable_gqa)
+    _check_halves(query, key, context.balanced)
+    heads, rows = query.dim() - 3, query.dim() - 2
+    if context.method == "ring":
+        runs = head_tail(axis.index, n, query.shape[rows] * n) if context.balanced else None
+        at = rows_of(runs or ((query.shape[rows] * axis.index, query.shape[rows]),), query.device)
+        k, v = (typed.gather_varying(t, axis, rows, (t.shape[rows],) * n) for t in (key, value))
+        k, v = (_in_sequence(t, n, rows) if context.balanced else t for t in (k, v))
+        moved = moved_functions(score_mod, block_mask, at, (0, query.shape[heads]), (axis, context.balanced))
+        return _alone(plain_flex, query, k, v, *moved, scale, enable_gqa, **more)
+    _check_heads(query, n)
+    if key.shape[heads] % n:
+        key, value = (t.repeat_interleave(query.shape[heads] // key.shape[heads], heads) for t in (key, value))
+    q, k, v = (_whole_sequence(t, axis, context.balanced) for t in (query, key, value))
+    count = q.shape[heads]
+    moved = moved_functions(score_mod, block_mask, None, (axis.index * count, count), axis)
+    out = _alone(plain_flex, q, k, v, *moved, scale, count != k.shape[heads], **more)
+    return _to_positions(out, context, query.shape[rows], context.balanced)
 
 
 # ------------------------------------------------------------------ DTensors
 
 
-def _attend_distributed(query: Any, key: Any, value: Any, is_causal: bool, scale: float) -> Tensor:
+def _attend_distributed(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float) -> Tensor:
     tensors = (query, key, value)
-    if not all(isinstance(t, DTensor) and t.device_mesh == query.device_mesh for t in tensors):
-        raise DTensorError("attention on DTensors: query, key and value must all be DTensors on one mesh")
+    if not all(
+        isinstance(t, DTensor) and t.device_mesh == query.device_mesh for t in (*tensors, mask) if t is not None
+    ):
+        raise DTensorError("attention on DTensors: query, key, value and the mask must all be DTensors on one mesh")
     mesh, sequence = query._layout.mesh, query.dim() - 2
     placements = [_placement(m, p, query, key) for m, p in enumerate(query._layout.placements)]
     layouts = [Layout.of(mesh, placements, tuple(t.shape), query._layout.order) for t in tensors]
@@ -244,8 +457,11 @@ def _attend_distributed(query: Any, key: Any, value: Any, is_causal: bool, scale
     dims = layouts[0].shard_order(sequence)
     axis = axis_of(mesh, dims)
     keys = tuple(_segments(layouts[1], dims, i, sequence) for i in range(axis.size))
-    ring = Ring(axis, _segments(layouts[0], dims, axis.index, sequence), keys)
-    out = ring_attention(local_q, local_k, local_v, ring, is_causal, scale)
+    ring = Ring(axis, _segments(layouts[0], dims, axis.index, sequence), keys, _rotate)
+    if mask is not None:
+        _check_mask(mask, query.shape[sequence], key.shape[sequence])
+        mask = redistribute_local(mask._local, mask._layout, _layout_of_mask(mask, layouts[0]))
+    out = ring_attention(local_q, local_k, local_v, ring, is_causal, scale, mask)
     return wrap(out, layouts[0].with_shape((*query.shape[:-1], value.shape[-1])))
 
 
@@ -259,6 +475,18 @@ def _placement(m: int, p: Placement, query: DTensor, key: DTensor) -> Placement:
             ranks *= query._layout.mesh_shape[k]
         return p if key.shape[-3] % ranks == 0 else Replicate()
     return p
+
+
+def _layout_of_mask(mask: DTensor, query: Layout) -> Layout:
+    """Cut where the queries are, as far as the mask has their dims; keys stay whole."""
+    shift = query.ndim - mask.dim()
+    placements = [
+        Shard(p.dim - shift)
+        if isinstance(p, Shard) and shift <= p.dim < query.ndim - 1 and mask.shape[p.dim - shift] > 1
+        else Replicate()
+        for p in query.placements
+    ]
+    return Layout.of(query.mesh, placements, tuple(mask.shape), query.order)
 
 
 def _segments(layout: Layout, dims: Sequence[int], position: int, sequence: int) -> Segments:

@@ -1,34 +1,40 @@
 """Attention over a sequence that is sharded over a line of ranks: keys and values travel around a ring.
 
-Each rank keeps its queries. In n steps it receives the blocks of keys and values of all n ranks in turn. The softmax is
-accumulated block by block, with a running maximum and sum per query (online softmax), so that no rank ever holds more
-than two blocks. Backward needs the local result and the logarithm of the softmax's denominator: with these, the
-contribution of each block to the gradient is independent of the other blocks. In backward the gradients of a block
-travel with it, and are back on its rank after n steps.
+Each rank keeps its queries. In n steps it receives the blocks of keys and values of all n ranks in turn. PyTorch's
+fused attention, in the inputs' dtype, gives the result of the queries with a block, and the logarithm of the softmax's
+denominator (`log_sum`); results are accumulated with these, in float32. So no rank ever holds more than two blocks, nor
+scores of a whole block. Backward is told the whole result and its `log_sum`, with which the contribution of each block
+to the gradient is independent of the other blocks. In backward the gradients of a block travel with it, in float32, and
+are back on its rank after n steps. With `rotate="allgather"` all blocks are gathered at once instead: one collective,
+and memory for the whole sequence's keys and values.
 
 Which keys a query may see depends on global positions. The rows of a rank are `Segments`: runs of consecutive
 positions, in the order of the rows. Causal attention is balanced by giving each rank one chunk from the start of the
 sequence and one from its end: then each rank has the same number of query-key pairs.
 
-The work is done in tiles of a bounded number of query rows, in float32 or wider.
+Where PyTorch has no fused attention (heads of values that differ in size, masks on an accelerator), the work is done
+from matrix products, in float32 or wider and in tiles of `TILE_ROWS` query rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from terrazzo._torch.attention import Kernel, kernel_for
 from terrazzo.comm.axis import Axis
-from terrazzo.comm.collectives import exchange_start
+from terrazzo.comm.collectives import all_gather, exchange_start, reduce_scatter
 from terrazzo.comm.pending import Pending
 from terrazzo.errors import DTensorError
 
 Segments: TypeAlias = tuple[tuple[int, int], ...]
 """(first position, length) of each run of rows."""
+
+Rotate: TypeAlias = Literal["alltoall", "allgather"]
 
 TILE_ROWS = 256
 
@@ -40,6 +46,7 @@ class Ring:
     axis: Axis
     queries: Segments
     keys: tuple[Segments, ...]
+    rotate: Rotate = "alltoall"
 
     def key_rows(self, owner: int) -> int:
         return sum(length for _, length in self.keys[owner])
@@ -55,27 +62,36 @@ def head_tail(rank: int, ranks: int, length: int) -> Segments:
     return ((rank * chunk, chunk), ((2 * ranks - 1 - rank) * chunk, chunk))
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, is_causal: bool, scale: float) -> Tensor:
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, ring: Ring, is_causal: bool, scale: float, mask: Tensor | None = None
+) -> Tensor:
     """`scaled_dot_product_attention` of this rank's queries with all ranks' keys and values.
 
-    The second to last dim is the sequence. Queries may have a multiple of the heads (dim -3) of the keys.
+    The second to last dim is the sequence. Queries may have a multiple of the heads (dim -3) of the keys. The mask has
+    this rank's queries, or 1, and the keys of the whole sequence in their order, or 1.
     """
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    result: Tensor = _RingAttention.apply(query, key, value, ring, is_causal, scale)
-    return result
+    shape = (*query.shape[:-1], value.shape[-1])
+    if mask is not None:
+        mask = _in_four_dims(mask.expand(*(query.shape[:-2] if query.dim() > 4 else mask.shape[:-2]), *mask.shape[-2:]))
+    rows = [_in_four_dims(t if t.stride(-1) == 1 else t.contiguous()) for t in (query, key, value)]
+    result: Tensor = _RingAttention.apply(*rows, ring, is_causal, scale, mask)
+    return result.view(shape)
+
+
+def _in_four_dims(x: Tensor) -> Tensor:
+    return x.reshape(-1, *x.shape[-3:]) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, is_causal: bool, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
-            out, log_sum = _forward(query, key, value, ring, is_causal, scale)
+            out, log_sum = _forward(query, key, value, *rest)
         ctx.save_for_backward(query, key, value, out, log_sum)
-        ctx.rest = (ring, is_causal, scale)
+        ctx.rest = rest
         return out
 
     @staticmethod
@@ -86,21 +102,22 @@ class _RingAttention(torch.autograd.Function):
                 "x.redistribute(...)"
             )
         query, key, value, out, log_sum = ctx.saved_tensors
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # a kernel needs rows in memory, not an expanded sum
         with torch.autocast(query.device.type, enabled=False):
             grads = _backward(grad, query, key, value, out, log_sum, *ctx.rest)
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
 # ------------------------------------------------------------------ the ring
 
 
-def _pass_on(ring: Ring, block: Tensor, received: torch.Size) -> Pending[list[Tensor]]:
+def _pass_on(ring: Ring, block: Tensor, rows: int) -> Pending[list[Tensor]]:
     """Start to send a block to the next rank, and to receive one from the previous rank."""
     axis = ring.axis
     pieces: list[Tensor | None] = [None] * axis.size
-    shapes: list[torch.Size | None] = [None] * axis.size
+    shapes: list[tuple[int, ...] | None] = [None] * axis.size
     pieces[(axis.index + 1) % axis.size] = block
-    shapes[(axis.index - 1) % axis.size] = received
+    shapes[(axis.index - 1) % axis.size] = (*block.shape[:-2], rows, block.shape[-1])
     return exchange_start(pieces, axis, shapes, block)
 
 
@@ -113,83 +130,102 @@ def _owners(ring: Ring) -> list[int]:
     return [(ring.axis.index - step) % ring.axis.size for step in range(ring.axis.size)]
 
 
-def _packed_shape(key_value: Tensor, rows: int) -> torch.Size:
-    return torch.Size((*key_value.shape[:-2], rows, key_value.shape[-1]))
-
-
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, ring: Ring, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The result, and per query row the logarithm of its softmax's denominator (infinite for rows without keys)."""
-    wide = _wide_dtype(query.dtype)
-    q = _grouped(query, key)
-    state = _Softmax(
-        torch.full((*q.shape[:-1], 1), float("-inf"), dtype=wide, device=q.device),
-        torch.zeros((*q.shape[:-1], 1), dtype=wide, device=q.device),
-        torch.zeros((*q.shape[:-1], value.shape[-1]), dtype=wide, device=q.device),
-    )
+def _blocks(ring: Ring, block: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """All ranks' blocks with their owners; the next one is on its way while one is used."""
     owners = _owners(ring)
-    block = torch.cat([key, value], -1)
+    if ring.rotate == "allgather" and ring.axis.size > 1:
+        rows = [ring.key_rows(owner) for owner in range(ring.axis.size)]
+        gathered = all_gather(block, ring.axis, block.dim() - 2, rows).split(rows, -2)
+        yield from [(owner, gathered[owner]) for owner in owners]
+        return
     for step, owner in enumerate(owners):
         pending = None
         if step + 1 < len(owners):
-            pending = _pass_on(ring, block, _packed_shape(block, ring.key_rows(owners[step + 1])))
-        k, v = block.split([key.shape[-1], value.shape[-1]], -1)
-        for tile in _tiles(ring.queries, ring.keys[owner], is_causal):
-            state.add(tile, q, k[..., tile.keys, :].to(wide), v[..., tile.keys, :].to(wide), scale)
+            pending = _pass_on(ring, block, ring.key_rows(owners[step + 1]))
+        yield owner, block
         if pending is not None:
             block = _arrived(ring, pending)
-    out, log_sum = state.finish()
-    return out.to(query.dtype).reshape(*query.shape[:-1], value.shape[-1]), log_sum
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, ring: Ring, is_causal: bool, scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The result, and per query row the logarithm of its softmax's denominator (infinite for rows without keys)."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    kernel = kernel_for(query, value, mask is not None)
+    log_sum = torch.full(query.shape[:-1], float("-inf"), dtype=wide, device=query.device)
+    result = torch.zeros((*query.shape[:-1], value.shape[-1]), dtype=wide, device=query.device)
+    for owner, block in _blocks(ring, torch.cat([key, value], -1)):
+        k, v = (_for_each_head(t, query) for t in block.split([key.shape[-1], value.shape[-1]], -1))
+        for tile in _tiles(ring.queries, ring.keys[owner], is_causal, kernel):
+            rows, columns = tile.rows, tile.keys
+            bias = tile.bias(mask, query)
+            out, log = kernel.forward(
+                query[..., rows, :], k[..., columns, :], v[..., columns, :], tile.causal, bias, scale
+            )
+            if bias is not None:
+                log = log.masked_fill((bias == float("-inf")).all(-1).expand(log.shape), float("-inf"))
+            _add(result[..., rows, :], log_sum[..., rows], out, log.to(wide))
+    return result.to(query.dtype), log_sum.masked_fill_(log_sum == float("-inf"), float("inf"))
+
+
+def _add(result: Tensor, log_sum: Tensor, out: Tensor, log: Tensor) -> None:
+    """Add what some queries make of more keys."""
+    both = torch.logaddexp(log_sum, log)
+    base = both.masked_fill(both == float("-inf"), 0.0)  # rows without a visible key so far
+    result.mul_((log_sum - base).exp_().unsqueeze(-1)).add_(out * (log - base).exp_().unsqueeze(-1))
+    log_sum.copy_(both)
 
 
 def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    ring: Ring,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    wide = _wide_dtype(query.dtype)
-    q, dy = _grouped(query, key), _grouped(grad, key)
-    # The sum in the gradient of a softmax, which is subtracted from the gradient of each score of the row.
-    pull = (dy.to(wide) * _grouped(out, key).to(wide)).sum(-1, keepdim=True)
-    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-    owners = _owners(ring)
-    n = len(owners)
-    block = torch.cat([key, value], -1)
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, ring: Ring,
+    is_causal: bool, scale: float, mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    wide = torch.promote_types(query.dtype, torch.float32)
+    kernel = kernel_for(query, value, mask is not None)
+    axis, sizes = ring.axis, [key.shape[-1], value.shape[-1]]
+    dq = torch.zeros(query.shape, dtype=wide, device=query.device)
     travelling: Pending[list[Tensor]] | None = None
-    for step, owner in enumerate(owners):
-        pending = None
-        if step + 1 < n:
-            pending = _pass_on(ring, block, _packed_shape(block, ring.key_rows(owners[step + 1])))
-        k, v = block.split([key.shape[-1], value.shape[-1]], -1)
+    shares: list[Tensor] = []
+    for step, (owner, block) in enumerate(_blocks(ring, torch.cat([key, value], -1))):
+        k, v = (_for_each_head(t, query) for t in block.split(sizes, -1))
         share = torch.zeros(block.shape, dtype=wide, device=block.device)
-        dk, dv = share.split([key.shape[-1], value.shape[-1]], -1)
-        for tile in _tiles(ring.queries, ring.keys[owner], is_causal):
+        dk, dv = share.split(sizes, -1)
+        for tile in _tiles(ring.queries, ring.keys[owner], is_causal, kernel):
             rows, columns = tile.rows, tile.keys
-            wide_k, wide_v = k[..., columns, :].to(wide), v[..., columns, :].to(wide)
-            q_rows, dy_rows = _folded(q, rows, wide), _folded(dy, rows, wide)
-            scores = tile.mask(q_rows @ wide_k.mT * scale, q)
-            p = (scores - _folded(log_sum, rows, wide)).exp_()
-            dv[..., columns, :] += p.mT @ dy_rows
-            ds = (dy_rows @ wide_v.mT - _folded(pull, rows, wide)).mul_(p).mul_(scale)
-            dk[..., columns, :] += ds.mT @ q_rows
-            dq[..., rows, :] += (ds @ wide_k).view(dq[..., rows, :].shape)
+            grads = kernel.backward(
+                grad[..., rows, :], query[..., rows, :], k[..., columns, :], v[..., columns, :], out[..., rows, :],
+                log_sum[..., rows], tile.causal, tile.bias(mask, query), scale,
+            )  # fmt: skip
+            dq[..., rows, :] += grads[0]
+            dk[..., columns, :] += _of_each_group(grads[1], key)
+            dv[..., columns, :] += _of_each_group(grads[2], key)
+        if ring.rotate == "allgather":
+            shares.append(share)
+            continue
         if travelling is not None:
             share += _arrived(ring, travelling)
-        if n > 1:
-            travelling = _pass_on(ring, share, _packed_shape(share, ring.key_rows(owners[(step + 1) % n])))
-        if pending is not None:
-            block = _arrived(ring, pending)
+        if axis.size > 1:
+            travelling = _pass_on(ring, share, ring.key_rows(_owners(ring)[(step + 1) % axis.size]))
     if travelling is not None:
         share = _arrived(ring, travelling)
-    dk, dv = share.to(key.dtype).split([key.shape[-1], value.shape[-1]], -1)
-    return dq.to(query.dtype).view(query.shape), dk.contiguous(), dv.contiguous()
+    if ring.rotate == "allgather":
+        in_order = [shares[_owners(ring).index(owner)] for owner in range(axis.size)]
+        share = reduce_scatter(torch.cat(in_order, -2), axis, key.dim() - 2, [s.shape[-2] for s in in_order])
+    dk, dv = share.to(key.dtype).split(sizes, -1)
+    return dq.to(query.dtype), dk.contiguous(), dv.contiguous()
+
+
+def _for_each_head(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values for each head of the queries."""
+    return x if x.shape[-3] == query.shape[-3] else x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
+
+
+def _of_each_group(grad: Tensor, key: Tensor) -> Tensor:
+    """The gradient of what `_for_each_head` has repeated."""
+    if grad.shape[-3] == key.shape[-3]:
+        return grad
+    return grad.unflatten(-3, (key.shape[-3], -1)).sum(-3, dtype=torch.promote_types(grad.dtype, torch.float32))
 
 
 # ------------------------------------------------------------------ tiles
@@ -200,76 +236,52 @@ class _Tile:
     """Some query rows and the keys that at least one of them may see, both as local row numbers.
 
     `offset` is the position of the first query minus that of the first key; None where every query sees every key.
+    `causal`: the queries and the keys are at the same positions. `position` is that of the first key.
     """
 
     rows: slice
     keys: slice
     offset: int | None
+    causal: bool
+    position: int
 
-    def mask(self, scores: Tensor, q: Tensor) -> Tensor:
-        """Scores of hidden pairs become minus infinity; in `scores` the heads of a group are folded into the rows."""
-        if self.offset is None:
-            return scores
-        rows, keys = self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
-        visible = torch.ones(rows, keys, dtype=torch.bool, device=scores.device).tril_(self.offset)
-        grouped = scores.view(*scores.shape[:-2], q.shape[-3], rows, keys)
-        return grouped.masked_fill_(~visible, float("-inf")).view(scores.shape)
+    def bias(self, mask: Tensor | None, query: Tensor) -> Tensor | None:
+        """What is added to the scores, in the queries' dtype: minus infinity for hidden pairs. None: all are seen."""
+        keys = self.keys.stop - self.keys.start
+        if mask is not None:
+            if mask.shape[-2] != 1:
+                mask = mask[..., self.rows, :]
+            if mask.shape[-1] != 1:
+                mask = mask[..., self.position : self.position + keys]
+            seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+            added = query.new_zeros(()) if mask.dtype == torch.bool else mask.to(query.dtype)
+            bias = torch.where(seen, added, float("-inf"))
+            return bias.expand(*bias.shape[:-2], self.rows.stop - self.rows.start, keys)
+        if self.offset is None or self.causal:
+            return None
+        rows = self.rows.stop - self.rows.start
+        bias = torch.full((rows, keys), float("-inf"), dtype=query.dtype, device=query.device)
+        return bias.triu_(self.offset + 1)[None, None]
 
 
-def _tiles(queries: Segments, keys: Segments, is_causal: bool) -> Iterator[_Tile]:
-    """All tiles of these queries and keys."""
+def _tiles(queries: Segments, keys: Segments, is_causal: bool, kernel: Kernel) -> Iterator[_Tile]:
+    """All tiles of these queries and keys: a fused kernel takes runs as a whole, where no mask is to be made."""
     row = 0
     for q_start, q_length in queries:
-        for at in range(0, q_length, TILE_ROWS):
-            count = min(TILE_ROWS, q_length - at)
-            rows = slice(row + at, row + at + count)
-            first, last = q_start + at, q_start + at + count - 1
-            column = 0
-            for k_start, k_length in keys:
+        column = 0
+        for k_start, k_length in keys:
+            apart = not is_causal or q_start >= k_start + k_length
+            whole = kernel.fused and (apart or (q_start == k_start and q_length <= k_length))
+            step = max(q_length, 1) if whole else TILE_ROWS
+            for at in range(0, q_length, step):
+                count = min(step, q_length - at)
+                rows = slice(row + at, row + at + count)
+                first, last = q_start + at, q_start + at + count - 1
                 seen = min(k_length, last - k_start + 1) if is_causal else k_length
                 if seen > 0:
                     all_seen = not is_causal or first >= k_start + seen - 1
-                    yield _Tile(rows, slice(column, column + seen), None if all_seen else first - k_start)
-                column += k_length
+                    offset = None if all_seen else first - k_start
+                    causal = offset == 0 and count == seen and kernel.fused
+                    yield _Tile(rows, slice(column, column + seen), offset, causal, k_start)
+            column += k_length
         row += q_length
-
-
-class _Softmax:
-    """The accumulated softmax-weighted values: per row the maximum so far, and sums relative to it."""
-
-    def __init__(self, top: Tensor, total: Tensor, values: Tensor) -> None:
-        self.top, self.total, self.values = top, total, values
-
-    def add(self, tile: _Tile, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-        rows = tile.rows
-        scores = tile.mask(_folded(q, rows, k.dtype) @ k.mT * scale, q)
-        old, total, values = self.top[..., rows, :], self.total[..., rows, :], self.values[..., rows, :]
-        top = torch.maximum(old, scores.amax(-1, keepdim=True).view(old.shape))
-        base = top.masked_fill(top == float("-inf"), 0.0)  # rows without a visible key so far
-        kept = (old - base).exp_()
-        p = (scores - base.reshape(*scores.shape[:-1], 1)).exp_()
-        total.mul_(kept).add_(p.sum(-1, keepdim=True).view(old.shape))
-        values.mul_(kept).add_((p @ v).view(values.shape))
-        old.copy_(top)
-
-    def finish(self) -> tuple[Tensor, Tensor]:
-        blind = self.total == 0
-        out = self.values.div_(self.total.masked_fill(blind, 1.0))
-        return out, (self.top + self.total.log()).masked_fill_(blind, float("inf"))
-
-
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _grouped(x: Tensor, key: Tensor) -> Tensor:
-    """With a dim of query heads per key head before the sequence: (..., heads, group, rows, features)."""
-    if x.dim() < 3 or x.shape[-3] == key.shape[-3]:
-        return x.unsqueeze(-3)
-    return x.unflatten(-3, (key.shape[-3], -1))
-
-
-def _folded(x: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-    """Some rows of a grouped tensor, with the group folded into the rows."""
-    part = x[..., rows, :].to(dtype)
-    return part.reshape(*part.shape[:-3], -1, part.shape[-1])

@@ -10,9 +10,15 @@ import math
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from terrazzo.layout import Replicate
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
+from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.ops.table import decomposition, rule
+
+SCORES_AT_ONCE = 1 << 20
+"""Of how many queries times keys attention with dropout keeps the scores."""
 
 
 @rule("scaled_dot_product_attention")
@@ -57,13 +63,39 @@ def attention_by_parts(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False, *,
     scale: Any = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """Attention from its parts: with dropout, whose mask must not depend on placements, and for broadcast operands."""
+    """Attention from its parts: with dropout, whose mask must not depend on placements, and for broadcast operands.
+
+    Of long sequences it does not keep the scores of all queries: it computes every n-th query at a time, and again in
+    backward. Each rank has some of these, so that queries which are sharded stay where they are.
+    """
     if query.ndim < 2 or not query.is_floating_point() or (is_causal and attn_mask is not None):
         return NotImplemented
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         times = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
-    scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
+    query = query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    length = query.shape[-2]
+    n = max(1, -(-length * key.shape[-2] // SCORES_AT_ONCE))
+    n = next((count for count in range(n, length + 1) if length % count == 0), 1)
+    if n == 1:
+        return _attend_rows(query, key, value, attn_mask, dropout_p, is_causal)
+    queries = query.unflatten(-2, (length // n, n))
+    by_row = attn_mask is not None and attn_mask.ndim > 1 and attn_mask.shape[-2] == length
+    masks = attn_mask.unflatten(-2, (length // n, n)) if by_row else attn_mask
+    results = []
+    for i in range(n):
+        mask = masks[..., i, :] if by_row else masks
+        if is_causal:
+            rows = torch.arange(i, length, n, device=query.device)
+            keys = torch.arange(key.shape[-2], device=query.device)
+            mesh = next(x.device_mesh for x in (query, key, value) if isinstance(x, DTensor))
+            mask = DTensor.from_local(rows[:, None] >= keys, mesh, [Replicate()] * mesh.ndim)
+        results.append(checkpoint(_attend_rows, queries[..., i, :], key, value, mask, dropout_p, use_reentrant=False))
+    return torch.stack(results, -2).flatten(-3, -2)
+
+
+def _attend_rows(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool = False) -> Any:
+    scores = query @ key.transpose(-2, -1)
     if is_causal:
         attn_mask = torch.ones_like(scores, dtype=torch.bool).tril()
     if attn_mask is not None:
