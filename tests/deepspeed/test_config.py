@@ -108,6 +108,7 @@ OTHER_DEFAULTS = {
 # Keys that mean the same as in DeepSpeed, but which it does not have (any more), or whose sections need them.
 WITHOUT_DEFAULT = {
     "zero_optimization.wrap", "zero_optimization.offload_optimizer.step_on", "seed",  # terrazzo's own
+    "sequence_parallel_size", "sequence_parallel_method",  # the first is DeepSpeed's, which has no default
     "sparse_gradients",  # of DeepSpeed until 0.18
     "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics",
     *(f"data_efficiency.data_routing.random_ltd.{k}" for k in (
@@ -272,11 +273,12 @@ def test_configs_that_people_have():
             {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
             "zero_quantized_nontrainable_weights is not supported",
         ),
-        ({"tensor_parallel": {"autotp_size": 4}}, "parallelize_module"),
+        ({"tensor_parallel": {"autotp_size": 4}}, "autotp_size 4 does not divide the 1 ranks"),
         ({"zero_optimization": {"stage": 2, "zenflow": {}}}, "zenflow is not supported"),
         ({"compile": {"deepcompile": True}}, "torch.compile"),
         ({"elasticity": {"enabled": True}}, "any number of ranks"),
         ({"amp": {"enabled": True}}, "has removed it"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size 2 does not divide the 1 data-parallel ranks"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "are float32"),
         ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}, "needs stage 3"),
         ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "zero_quantized_weights needs stage 3"),

@@ -576,6 +576,12 @@ def check_refusals() -> None:
     with pytest.raises(EngineConfigError, match=rf"communicates with ranks \[{here}\].*get_group\('pp'\)"):
         alone = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("pp", "dp")).get_group("dp")
         build(PipelineStage(own, here, 2, torch.device(device_type()), group=alone))
+    for key, options in (
+        ("sequence_parallel_size", {"sequence_parallel_size": 2}),
+        ("tensor_parallel.autotp_size", {"tensor_parallel": {"autotp_size": 2}}),
+    ):
+        with pytest.raises(EngineConfigError, match=f"{key} does not support pipeline"):
+            build(stage(own), **options)
     with pytest.raises(EngineConfigError, match="hold each stage exactly once"):
         build(stage(own, 0, 3))
     with pytest.raises(EngineConfigError, match="not a PipelineStage"):

@@ -69,7 +69,7 @@ def initialize(
         dist_init_required: Whether to initialise `torch.distributed`; None: if it has not been.
         collate_fn: Makes a batch of samples.
         config: A mapping, JSON, or a path.
-        mesh_param: The data-parallel and sequence-parallel sizes; the second must be 1.
+        mesh_param: The data-parallel and sequence-parallel sizes; the second is `sequence_parallel_size`.
         config_params: The same as `config`.
 
     Returns:
@@ -86,6 +86,8 @@ def initialize(
     if mesh_param is not None:
         initialize_mesh_device(mesh_param, ("data_parallel", "sequence_parallel"))
     given, unknown = without_unknown(as_mapping(_only_config(args, config, config_params)))
+    if mesh_param is not None:
+        given.setdefault("sequence_parallel_size", mesh_param[1])
     if unknown and dist.get_rank() == 0:
         shown = ", ".join(f"{name} ({why})" for name, why in unknown.items())
         warnings.warn(f"config: these keys are ignored: {shown}", stacklevel=2)

@@ -134,8 +134,8 @@ class DeepSpeedEngine(nn.Module):
         return make_loader(
             dataset,
             batch_size=batch_size or self.core.batch.micro,
-            rank=self.core.ranks.data.index,
-            ranks=self.core.ranks.data.size,
+            rank=self.core.ranks.samples.index,
+            ranks=self.core.ranks.samples.size,
             shuffle=route == ROUTE_TRAIN,
             drop_last=bool(setting(self.config, "dataloader_drop_last")),
             pin_memory=pin_memory and torch.accelerator.is_available(),
@@ -264,7 +264,7 @@ class DeepSpeedEngine(nn.Module):
 
     def get_data_parallel_rank(self) -> int:
         """This rank's number among those that see different data."""
-        return self.core.ranks.data.index
+        return self.core.ranks.samples.index
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The dtype in which the model computes, and the one in which gradients are accumulated."""

@@ -38,11 +38,11 @@ SUBMODULES: Final[Mapping[str, str]] = {
 
 ABSENT: Final[Mapping[str, str]] = {
     "init_inference": "inference is not supported: use the model itself",
-    "tp_model_init": "parallelize the model with terrazzo.tensor.parallel.parallelize_module",
+    "tp_model_init": "set tensor_parallel.autotp_size, or use terrazzo.tensor.parallel.parallelize_module",
     "DeepSpeedHybridEngine": "an engine for generation is not supported",
     "DeepSpeedTransformerLayer": "use PyTorch's layers",
     "linear": "use peft",
-    "sequence": "use terrazzo.tensor.experimental.context_parallel",
+    "sequence": "set sequence_parallel_size in the config, or use terrazzo.tensor.experimental.context_parallel",
     "inference": "inference is not supported: use the model itself",
     "compression": "DeepSpeed 0.19 has removed it",
     "autotuning": "it belongs to DeepSpeed's launcher",
@@ -62,9 +62,9 @@ ABSENT: Final[Mapping[str, str]] = {
     "runtime.compiler": "use engine.compile(), which is torch.compile",
     "runtime.fp16.onebit": "1-bit optimizers are not supported: use Adam or Lamb, and zero_quantized_gradients",
     "runtime.hybrid_engine": "an engine for generation is not supported",
-    "runtime.sequence_parallel": "use terrazzo.tensor.experimental.context_parallel",
+    "runtime.sequence_parallel": "set sequence_parallel_size in the config: the engine cuts sequences",
     "runtime.swap_tensor": "there is no offload to NVMe; offload to the CPU",
-    "runtime.tensor_parallel": "parallelize the model with terrazzo.tensor.parallel.parallelize_module",
+    "runtime.tensor_parallel": "set tensor_parallel.autotp_size in the config",
     "runtime.zero.tiling": "parallelize the layer with terrazzo.tensor.parallel, or recompute it in chunks",
     "utils.timer": "use torch.profiler",
 }

@@ -22,6 +22,7 @@ from terrazzo.engine.marks import mark
 from terrazzo.engine.optim import OptimizerLike, Parameters
 from terrazzo.engine.pipeline import LossFunction, Pipeline, ScheduleFactory, Stage, as_stages
 from terrazzo.engine.placing import Ranks
+from terrazzo.engine.plans import cut_by_plan
 from terrazzo.engine.sampler import Curriculum, ResumableSampler
 from terrazzo.errors import EngineConfigError
 
@@ -75,7 +76,8 @@ def initialize(
         training_dataloader: Instead of training_data, a loader of this rank's batches that has `state_dict` and
             `load_state_dict`, as torchdata's `StatefulDataLoader` has: its position is saved and restored with the run.
         config: An `EngineConfig`, a mapping, JSON, or the path of a file with JSON; DeepSpeed's keys are accepted.
-        mesh: The ranks that train; None: all. If it has more than one dim, `data_dim` names the data-parallel one.
+        mesh: The ranks that train; None: all. If it has more than one dim, `data_dim` names the data-parallel one. With
+            `tensor_parallel.autotp_size`: None, or a mesh with a dim "tp" of that size.
         pipeline: For stages: the class of a schedule, or a function that makes one from a stage (or the list of them),
             `n_microbatches`, which is `gradient_accumulation_steps`, `loss_fn` and `scale_grads`.
         loss_fn: For stages: the loss of a micro-batch, from the last stage's output and the target.
@@ -98,10 +100,17 @@ def initialize(
                 "pipeline, loss_fn and tied are for pipelines, but model is not a PipelineStage: pass stages as the "
                 "model, or leave these arguments out"
             )
-        ranks = Ranks.of(mesh, data_dim, None, checked.zero_optimization)
+        if checked.tensor_parallel.autotp_size > 1:
+            mesh = cut_by_plan(model, checked.tensor_parallel.autotp_size, mesh, data_dim)
+        ranks = Ranks.of(mesh, data_dim, None, checked)
         trained = model
     else:
-        ranks = Ranks.of(mesh, data_dim, pipeline_dim, checked.zero_optimization)
+        if checked.tensor_parallel.autotp_size > 1:
+            raise EngineConfigError(
+                "config: tensor_parallel.autotp_size does not support pipeline stages: cut their modules with "
+                "terrazzo.tensor.parallel.parallelize_module"
+            )
+        ranks = Ranks.of(mesh, data_dim, pipeline_dim, checked)
         trained = _pipeline(as_stages(model), pipeline, loss_fn, ranks, tied or {})
     if ignored.warned and dist.get_rank() == 0:
         warnings.warn(f"config: these keys have no effect here: {ignored.warning()}", stacklevel=2)
@@ -163,7 +172,7 @@ def _loader(
             "training_data has no length, so its order cannot be resumed: pass a dataset with a length, or iterate "
             "over it without passing it"
         )
-    axis, batch = engine.ranks.data, engine.batch
+    axis, batch = engine.ranks.samples, engine.batch
     if engine.pipeline is not None:  # the schedule cuts a rank's batch into micro-batches itself
         batch = Batch(batch.total, batch.micro * batch.accumulation, 1)
     sampler = ResumableSampler(

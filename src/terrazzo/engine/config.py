@@ -94,6 +94,12 @@ class Bf16Config(_Section, frozen=True):
     check_grad_overflow: bool = True
 
 
+class TensorParallelConfig(_Section, frozen=True):
+    """`tensor_parallel`: cut a model of Hugging Face by the plan that it carries, among neighbouring ranks."""
+
+    autotp_size: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
 class AutocastConfig(_Section, frozen=True):
     """`torch_autocast`: forward runs under `torch.autocast`."""
 
@@ -231,6 +237,9 @@ class EngineConfig(_Section, frozen=True):
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     sparse_gradients: bool = False
+    tensor_parallel: TensorParallelConfig = TensorParallelConfig()
+    sequence_parallel_size: Count = 1  # ranks that share each sequence; neighbours among the data-parallel ones
+    sequence_parallel_method: Literal["ulysses", "ring"] = "ulysses"
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
     data_efficiency: DataEfficiencyConfig = DataEfficiencyConfig()
     dataloader_drop_last: bool = False

@@ -11,7 +11,7 @@
     training_dataloader         the state of a loader that knows its place, each rank's own, or None
     sparse_tensor_module_names  embeddings with sparse gradients
     global_steps, skipped_steps, global_samples              counters
-    dp_world_size, mp_world_size                             ranks that saw different data; ranks per model
+    dp_world_size, mp_world_size                             ranks that held shards or replicas; ranks per model
     ds_config, version          the configuration; terrazzo's version
     rng                         random states, each rank's own
 
@@ -91,14 +91,14 @@ def content(engine: Trained, client_state: Mapping[str, Any], *, exclude_frozen:
         "shared_params": dict(engine.shared_params),
         "lr_scheduler": _state_of(engine.lr_scheduler),
         "data_sampler": _state_of(engine.data_sampler),
-        "training_dataloader": position_of(engine.stateful_loader, engine.ranks.data),
+        "training_dataloader": position_of(engine.stateful_loader, engine.ranks.samples),
         "random_ltd": _state_of(engine.random_ltd),
         "loss_scaler": engine.loss_scale.state_dict(),
         "sparse_tensor_module_names": [] if engine.sparse is None else engine.sparse.names,
         "skipped_steps": engine.skipped_steps,
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
-        "dp_world_size": engine.dp_world_size,
+        "dp_world_size": engine.ranks.data.size,
         "mp_world_size": engine.mp_world_size,
         "ds_config": msgspec.to_builtins(engine.config),
         "version": terrazzo.__version__,

@@ -75,7 +75,7 @@ _TOP = {
     "scheduler.type": _done("DeepSpeed's five, and the names of `torch.optim.lr_scheduler`"),
     "scheduler.params": _done(),
     "communication_data_type": _done("in what gradients are reduced; if it is missing, in float32"),
-    "seq_parallel_communication_data_type": _harmless("there is no sequence parallelism"),
+    "seq_parallel_communication_data_type": _harmless("gradients are reduced as `communication_data_type` says"),
     "dataloader_drop_last": _done("of `terrazzo.deepspeed`'s loaders; the engine's own never ends"),
     "seed": _done("terrazzo's own: of the order of the data"),
     "sparse_gradients": _done("DeepSpeed 0.19 has removed the key"),
@@ -92,7 +92,8 @@ _TOP = {
     "vocabulary_size": _harmless("DeepSpeed only warns about it"),
     "timers": _harmless("torch.profiler shows more"),
     "data_parallel_size": _harmless("it follows from the ranks"),
-    "sequence_parallel_size": _refused("use terrazzo.tensor.experimental.context_parallel", 1),
+    "sequence_parallel_size": _done("the engine cuts sequences; Hugging Face's models with attention by `sdpa`"),
+    "sequence_parallel_method": _done("terrazzo's own: `ulysses`, as DeepSpeed's, or `ring`"),
     "use_data_before_expert_parallelism": _harmless("neighbouring ranks have different experts"),
     "expert_parallel": _refused(
         "layers are not replaced: use deepspeed.moe.layer.MoE, or terrazzo.tensor.parallel.ExpertParallel"
@@ -322,7 +323,9 @@ _OTHERS = {
             "sync_before_reduce",
         )
     },
-    "tensor_parallel.autotp_size": _refused("cut the model with terrazzo.tensor.parallel.parallelize_module", 0, 1),
+    "tensor_parallel.autotp_size": _done(
+        "by the plan that a model of Hugging Face carries, under `terrazzo.install()`"
+    ),
     **{
         f"tensor_parallel.{key}": _harmless("it is for `autotp_size`")
         for key in (

@@ -97,7 +97,7 @@ def _layout(engine: Trained, state: Mapping[str, Any]) -> RunLayout:
     ]
     return RunLayout(
         stage=engine.stage,
-        ranks=engine.dp_world_size,
+        ranks=engine.ranks.data.size,
         dtype=engine.dtype,
         groups=tuple(groups),
         frozen=frozen,

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import wraps
 from typing import Any, Literal, TypeVar
@@ -36,6 +36,7 @@ from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.reports import CommsReport, FlopsReport
 from terrazzo.engine.sampler import ResumableSampler
 from terrazzo.engine.saving import find_to_load, load_engine, load_step, save_engine, save_step
+from terrazzo.engine.sequence import SharedSequences
 from terrazzo.engine.sparse import SparseEmbeddings
 from terrazzo.errors import EngineConfigError, EngineError
 
@@ -80,6 +81,8 @@ class Engine:
         step_applied: whether the last `step` changed the parameters.
         watchers: functions that are called with the engine after each optimizer step, as monitors are.
         show: called whenever the engine has resharded all parameters; does nothing unless another function is set.
+        sequences: with `sequence_parallel_size`, how sequences are cut: `sequences.part(y)` is this rank's part of a
+            tensor for a loss outside of the model. Else None.
         flops, comms: reports that the config asks for, or None.
     """
 
@@ -96,7 +99,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.ranks = ranks
-        self.batch = config.batch(ranks.data.size)
+        self.batch = config.batch(ranks.samples.size)
         self.stage = config.zero_optimization.stage
         self.dtype = compute_dtype(config)
         self.pipeline = model if isinstance(model, Pipeline) else None
@@ -112,6 +115,7 @@ class Engine:
             ignored = self.sparse.weights if self.sparse is not None else set()
             shard_model(part, config, ranks, ignored, init_weights)
         self.module: Any = whole
+        self.sequences = None if ranks.sequence is None else SharedSequences(config, ranks.sequence, whole)
         self.optimizer = make_optimizer(optimizer, config.optimizer, whole, names, parameters)
         self.lr_scheduler = make_scheduler(lr_scheduler, config.scheduler, self.optimizer)
         self.training_dataloader: DataLoader[Any] | StatefulLoader | None = None
@@ -155,13 +159,21 @@ class Engine:
     # ------------------------------------------------------------------ a step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """The model's forward.
+
+        With `sequence_parallel_size` tensors that have the sequence as dim 1 are cut along it, and the outputs are
+        those of this rank's part, except losses, whose values are the whole's.
+        """
         self._refuse_in_pipeline("forward")
-        with advising():
+        with ExitStack() as stack:
+            stack.enter_context(advising())
+            if self.sequences is not None:
+                args, kwargs = self.sequences.cut(args, kwargs)
+                stack.enter_context(self.sequences.attention())
             if self.config.torch_autocast.enabled:
-                with torch.autocast(self.device.type, torch.bfloat16):
-                    return self.module(*args, **kwargs)
-            return self.module(*args, **kwargs)
+                stack.enter_context(torch.autocast(self.device.type, torch.bfloat16))
+            outputs = self.module(*args, **kwargs)
+        return outputs if self.sequences is None else self.sequences.averaged(outputs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same as calling the engine."""
@@ -303,7 +315,7 @@ class Engine:
         self._norm = prepared.norm
         samples = self.batch.total
         if not self.config.managed_gradient_accumulation:
-            samples = self.losses.backwards * self.batch.micro * self.dp_world_size
+            samples = self.losses.backwards * self.batch.micro * self.ranks.samples.size
         self.losses.end_step()
         self.step_applied, self._overflowed = not prepared.overflow, prepared.overflow
         if prepared.overflow:
@@ -608,7 +620,7 @@ class Engine:
     @property
     def dp_world_size(self) -> int:
         """The number of ranks that see different data."""
-        return self.ranks.data.size
+        return self.ranks.samples.size
 
     @property
     def mp_world_size(self) -> int:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from terrazzo._torch.groups import split
 from terrazzo.comm import Axis, axis_of, collectives
 from terrazzo.comm.alone import accelerator, initialise
-from terrazzo.engine.config import EngineConfig, ZeroConfig
+from terrazzo.engine.config import EngineConfig
 from terrazzo.engine.experts import divide_experts, experts_of
 from terrazzo.engine.leaves import is_leaf, leaves_in
 from terrazzo.errors import EngineConfigError
@@ -38,22 +38,26 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """Which ranks see different data, which hold the other stages of a pipeline, and how many hold parts of a model."""
+    """Which ranks hold shards or replicas, which of these see different data, which share its sequences, which hold the
+    other stages of a pipeline, and how many hold parts of a model."""
 
     mesh: DeviceMesh  # for `fully_shard`
-    data: Axis
+    data: Axis  # `samples` times `sequence`
+    samples: Axis
+    sequence: Axis | None
     pipeline: Axis | None
     model_parallel: int  # ranks that hold parts of one model, over all stages
     data_mesh: DeviceMesh  # the ranks of `data`, in one dim
 
     @staticmethod
-    def of(mesh: DeviceMesh | None, data_dim: str, pipeline_dim: str | None, zero: ZeroConfig) -> Ranks:
+    def of(mesh: DeviceMesh | None, data_dim: str, pipeline_dim: str | None, config: EngineConfig) -> Ranks:
         """From the user's mesh, whose dims have these names; None: all ranks, as one data-parallel dim."""
+        zero = config.zero_optimization
         initialise()
         if mesh is None:
             dims = (data_dim,) if pipeline_dim is None else (pipeline_dim, data_dim)
             shape = (dist.get_world_size(), 1)[: len(dims)]
-            mesh = init_device_mesh(_device_type(), shape, mesh_dim_names=dims)
+            mesh = init_device_mesh(device_type(), shape, mesh_dim_names=dims)
         names = mesh.mesh_dim_names or ()
         if mesh.ndim > 1 and data_dim not in names:
             raise EngineConfigError(f"the mesh {mesh} has no dim named {data_dim!r}: pass the name of one as data_dim=")
@@ -79,7 +83,22 @@ class Ranks:
             )
         hybrid = zero.stage == 0 or sharding < data.size
         shard_mesh = _replicas(data_mesh, sharding) if hybrid else data_mesh
-        return Ranks(shard_mesh, data, pipeline, mesh.size() // data.size, data_mesh)
+        samples, sequence = data, None
+        if config.sequence_parallel_size > 1:
+            samples, sequence = _sharing(data_mesh, config.sequence_parallel_size, pipeline is not None)
+        return Ranks(shard_mesh, data, samples, sequence, pipeline, mesh.size() // data.size, data_mesh)
+
+
+def _sharing(mesh: DeviceMesh, size: int, pipelined: bool) -> tuple[Axis, Axis]:
+    """The ranks that see different samples, and those that share the sequences of one, `size` neighbours."""
+    if pipelined:
+        raise EngineConfigError("config: sequence_parallel_size does not support pipelines: leave it out")
+    if mesh.size() % size:
+        raise EngineConfigError(
+            f"config: sequence_parallel_size {size} does not divide the {mesh.size()} data-parallel ranks"
+        )
+    cut = DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, size), mesh_dim_names=("samples", "sequence"))
+    return axis_of(cut, 0), axis_of(cut, 1)
 
 
 def _replicas(mesh: DeviceMesh, sharding: int) -> DeviceMesh:
@@ -91,7 +110,8 @@ def _replicas(mesh: DeviceMesh, sharding: int) -> DeviceMesh:
     return split(mesh, 0, (mesh.size() // sharding, sharding), (f"{name}_replicate", f"{name}_shard"))
 
 
-def _device_type() -> str:
+def device_type() -> str:
+    """The type of device that the ranks train on."""
     found = accelerator()
     backend = dist.get_backend_config() if hasattr(dist, "get_backend_config") else str(dist.get_backend())
     return found.type if found is not None and f"{found.type}:" in str(backend) else "cpu"

@@ -230,7 +230,7 @@ def load_engine(
         reader = reader_for(path)
         checkpoint = Checkpoint(reader)
         values = _values(checkpoint)
-        parts = engine.stateful_loader, engine.ranks.data
+        parts = engine.stateful_loader, engine.ranks.samples
         position = None if module_only else loaders.stored_position(checkpoint, *parts)
         reshard(engine.module)
         return reader, checkpoint, values, position, *_module_targets(engine, checkpoint, values, strict=strict)

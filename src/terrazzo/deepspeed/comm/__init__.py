@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from terrazzo.comm.alone import backends, initialise_alone, is_launched
 from terrazzo.deepspeed.accelerator import get_accelerator
 from terrazzo.deepspeed.engines import comms_reports
-from terrazzo.errors import EngineConfigError, EngineError
+from terrazzo.errors import EngineError
 
 
 def __getattr__(name: str) -> Any:
@@ -104,12 +104,7 @@ def inference_all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: An
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """A mesh of data-parallel and sequence-parallel ranks; the second size must be 1."""
-    if len(mesh_shape) > 1 and mesh_shape[1] != 1:
-        raise EngineConfigError(
-            f"sequence_parallel_size is {mesh_shape[1]}, but DeepSpeed's sequence parallelism is not supported; use "
-            "terrazzo.tensor.experimental.context_parallel"
-        )
+    """A mesh of data-parallel and sequence-parallel ranks."""
     return init_device_mesh(get_accelerator().device_name(), tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 

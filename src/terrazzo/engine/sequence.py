@@ -1,0 +1,134 @@
+"""`sequence_parallel_size`: ranks that share each sequence, of which each computes one part.
+
+The engine cuts what the model gets along the sequence, and attention inside the model is over the whole of it (see
+`terrazzo.tensor.experimental.context_parallel`). Parts are consecutive, so that a model which is given their positions
+sees one sequence. Ranks that share a sequence hold shards as data-parallel ranks do, and gradients are the mean over
+both.
+
+Hugging Face's models get what they need so that their loss is that of one device: positions, labels that are shifted
+before they are cut, and the number of labels of the whole sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo._torch.dispatching import tree_map
+from terrazzo.comm import Axis, collectives
+from terrazzo.engine.config import EngineConfig
+from terrazzo.errors import EngineError
+from terrazzo.tensor.experimental.context_parallel import AttentionOver, attention_over
+
+_IGNORED = -100  # the label that Hugging Face's losses leave out
+
+
+class SharedSequences:
+    """What the ranks of an axis do that share sequences."""
+
+    def __init__(self, config: EngineConfig, axis: Axis, module: nn.Module) -> None:
+        self._axis, self._method, self._module = axis, config.sequence_parallel_method, module
+        loss = getattr(module, "loss_function", None)
+        self._of_transformers = loss is not None and hasattr(module, "config")
+        self._shifts = "ForCausalLM" in str(getattr(module, "loss_type", "")) or "ForCausalLM" in type(module).__name__
+
+    def part(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part along the sequence."""
+        n = self._axis.size
+        if tensor.shape[dim] % n:
+            raise EngineError(
+                f"sequence_parallel_size: {tensor.shape[dim]} positions on dim {dim} of a tensor of shape "
+                f"{tuple(tensor.shape)} cannot be shared evenly by {n} ranks: pad the sequence to a multiple of {n}"
+            )
+        return tensor.chunk(n, dim)[self._axis.index].contiguous()
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """A block in which the model runs on this rank's part."""
+        context = AttentionOver(self._axis, self._method, balanced=False)
+        with attention_over(context):
+            yield
+        if not context.calls:
+            raise EngineError(
+                "sequence_parallel_size: the model has not called torch's scaled_dot_product_attention, so its "
+                "attention has seen only a part of the sequence: for Hugging Face's models pass "
+                "attn_implementation='sdpa'"
+            )
+
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The model's arguments, with tensors that have the sequence as dim 1 cut along it."""
+        named = [kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
+        tensors = [t for t in (*named, *args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() >= 2]
+        if not tensors:
+            raise EngineError("sequence_parallel_size: no argument of the model has a sequence as dim 1")
+        length = tensors[0].shape[1]
+        if self._of_transformers:
+            kwargs = self._prepared(kwargs, tensors[0], length)
+        whole = {"attention_mask"} if getattr(kwargs.get("attention_mask"), "ndim", 0) == 4 else set()
+
+        def mine(value: Any) -> Any:
+            cuts = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == length
+            return self.part(value) if cuts else value
+
+        return tuple(map(mine, args)), {name: v if name in whole else mine(v) for name, v in kwargs.items()}
+
+    def averaged(self, outputs: Any) -> Any:
+        """The model's outputs, with the values of losses averaged over the ranks; their gradients stay this rank's."""
+
+        def mean(value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()):
+                return value
+            whole = collectives.all_reduce(value.detach(), self._axis, "avg")
+            return value + (whole - value.detach()) if value.requires_grad else whole
+
+        return tree_map(mean, outputs)
+
+    # ------------------------------------------------------------------ Hugging Face's models
+
+    def _prepared(self, kwargs: dict[str, Any], first: Tensor, length: int) -> dict[str, Any]:
+        self._refuse_windows(length)
+        kwargs = dict(kwargs)
+        accepted = inspect.signature(self._module.forward).parameters
+        if kwargs.get("position_ids") is None and "position_ids" in accepted:
+            kwargs["position_ids"] = torch.arange(length, device=first.device).expand(first.shape[0], length)
+        labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
+        if labels is not None and self._shifts:
+            if kwargs.get("shift_labels") is None:
+                kwargs["shift_labels"] = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:].contiguous()
+            count = kwargs.get("num_items_in_batch")
+            # A rank's loss is its sum times the ranks over all labels, so that the ranks' mean is the whole's.
+            count = (kwargs["shift_labels"] != _IGNORED).sum() if count is None else count
+            kwargs["num_items_in_batch"] = count / self._axis.size
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            kwargs["attention_mask"] = None if bool(mask.all()) else self._rows_of_mask(mask)
+        elif isinstance(mask, Tensor) and mask.dim() == 4:
+            kwargs["attention_mask"] = mask if mask.shape[2] == 1 else self.part(mask, 2)
+        return kwargs
+
+    def _rows_of_mask(self, mask: Tensor) -> Tensor:
+        """Which keys of the whole sequence each of this rank's queries sees, from a mask of padding."""
+        positions = torch.arange(mask.shape[1], device=mask.device)
+        rows = self.part(positions, 0)
+        seen = mask.bool()[:, None, None, :].expand(-1, 1, len(rows), -1)
+        return seen & (positions <= rows[:, None]) if self._shifts else seen
+
+    def _refuse_windows(self, length: int) -> None:
+        config: Any = self._module.config
+        kind = getattr(config, "_attn_implementation")  # noqa: B009  # Transformers has no public name for it
+        if kind != "sdpa":
+            raise EngineError(f"sequence_parallel_size needs a model with attn_implementation='sdpa', not {kind!r}")
+        kinds = set(getattr(config, "layer_types", None) or [])
+        local = {k for k in kinds if k != "full_attention"}
+        if not kinds and getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None):
+            local = {"sliding_attention"}
+        window = getattr(config, "sliding_window", None) or 0
+        if local and not (local == {"sliding_attention"} and window >= length):
+            raise EngineError(
+                f"sequence_parallel_size does not support {', '.join(sorted(local))} (a window of {window} in "
+                f"sequences of {length}): the parts of a sequence do not know it"
+            )

@@ -1,0 +1,85 @@
+"""`tensor_parallel.autotp_size`: Hugging Face's models, cut by their own plans, train as one device does."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import terrazzo
+from engine.runs import averaged, drawn
+from installed import needs
+from ranks import fresh_values, run_ranks
+from terrazzo.engine import initialize
+from terrazzo.errors import EngineConfigError
+
+needs("transformers")
+
+
+def check() -> None:
+    warnings.simplefilter("ignore")
+    terrazzo.install()
+    from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 31}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+
+    def llama(tied: bool) -> nn.Module:
+        return drawn(lambda: LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied)))
+
+    def phi(tied: bool) -> nn.Module:  # its projections are packed
+        return drawn(lambda: Phi3ForCausalLM(Phi3Config(**sizes, tie_word_embeddings=tied)))
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(31, (4, 6), generator=generator) for _ in range(3)]
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
+    for make, tied, stage in ((llama, False, 3), (llama, True, 1), (phi, False, 2)):
+        one = make(tied)
+        steps = torch.optim.AdamW(one.parameters(), lr=0.01, weight_decay=0.1)
+        config = {"train_batch_size": 4, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
+        engine = initialize(make(tied), config={**config, "tensor_parallel": {"autotp_size": 2}})
+        data = engine.ranks.data
+        assert (engine.dp_world_size, engine.mp_world_size) == (2, 2)
+        for ids in batches:
+            expected = one(input_ids=ids, labels=ids).loss
+            expected.backward()
+            torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+            steps.step()
+            steps.zero_grad()
+            mine = ids[data.index :: data.size]
+            loss = engine(input_ids=mine, labels=mine).loss
+            engine.backward(loss)
+            assert averaged(loss.detach()) == pytest.approx(expected.item(), rel=1e-5), (make.__name__, tied, stage)
+            engine.step()
+        state = engine.module_state_dict()
+        cut = 0
+        for name, value in one.named_parameters():
+            found = state[name]
+            cut += found.to_local().numel() < value.numel() / 2 if hasattr(found, "to_local") else 0
+            whole = found.full_tensor() if hasattr(found, "full_tensor") else found
+            torch.testing.assert_close(whole, value.detach(), rtol=1e-3, atol=1e-4, msg=lambda m: f"{name}: {m}")  # noqa: B023
+        assert cut or stage < 3
+    with pytest.raises(EngineConfigError, match="carries no `tp_plan`"):
+        initialize(nn.Linear(2, 2), config={**config, "tensor_parallel": {"autotp_size": 2}})
+    with pytest.raises(EngineConfigError, match="3 does not divide the 4 ranks"):
+        initialize(llama(False), config={**config, "tensor_parallel": {"autotp_size": 3}})
+
+
+def test_models_of_hugging_face_are_cut_by_their_plans() -> None:
+    fresh_values(4, check, timeout=200)
+
+
+def not_installed() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    config = {"train_batch_size": 4, "tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(EngineConfigError, match=r"call terrazzo.install\(\) before transformers is imported"):
+        initialize(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)), config=config)
+
+
+def test_without_install_it_says_so() -> None:
+    run_ranks(2, not_installed)

@@ -1,0 +1,156 @@
+"""`sequence_parallel_size`: ranks that share sequences train as one device does, with its losses and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import terrazzo.deepspeed
+from engine.runs import averaged, drawn
+from engine.test_tensor_parallel import LENGTH, VOCABULARY, gpt
+from installed import needs
+from ranks import run_ranks
+from terrazzo.engine import initialize
+from terrazzo.errors import EngineConfigError, EngineError
+
+needs("transformers")
+
+STEPS, BATCH, SEQUENCE = 3, 4, 16
+
+
+def llama(kind: str = "sdpa", **more: Any) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 29}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return drawn(lambda: LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation=kind, **more)))
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """With labels that are left out, more of them in some parts than in others, and padding in one batch."""
+    generator = torch.Generator().manual_seed(3)
+    result = []
+    for step in range(STEPS):
+        ids = torch.randint(29, (BATCH, SEQUENCE), generator=generator)
+        labels = ids.clone()
+        labels[:, : 5 + step] = -100
+        mask = torch.ones_like(ids)
+        if step == 1:
+            mask[:2, 13:] = 0
+            labels[:2, 13:] = -100
+        result.append({"input_ids": ids, "labels": labels, "attention_mask": mask})
+    return result
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
+    return {"train_batch_size": BATCH, "optimizer": optimizer, "gradient_clipping": 0.5, **more}
+
+
+def one_device() -> tuple[list[float], dict[str, Tensor]]:
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    losses = []
+    for batch in batches():
+        # Samples are averaged over data-parallel ranks as their losses are, each of as many labels here as the others.
+        loss = model(**batch).loss
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, dict(model.named_parameters())
+
+
+def check_llama(world: int) -> None:
+    expected, weights = one_device()
+    for size, method, stage, face in (
+        (2, "ulysses", 3, False),
+        (2, "ring", 1, False),
+        (2, "ulysses", 2, True),
+        (4, "ulysses", 0, False),  # more ranks than heads of keys
+        (4, "ring", 3, False),
+    ):
+        if size > world:
+            continue
+        config = settings(zero_optimization={"stage": stage}, sequence_parallel_size=size)
+        engine: Any
+        if face:
+            engine = terrazzo.deepspeed.initialize(model=llama(), config=config)[0]
+            core = engine.core
+        else:
+            engine = core = initialize(llama(), config={**config, "sequence_parallel_method": method})
+        samples = core.ranks.samples
+        assert (samples.size, core.dp_world_size, core.ranks.sequence.size) == (world // size, world // size, size)
+        losses = []
+        for batch in batches():
+            # Every other sample, so that the padded ones are shared out evenly.
+            mine = {name: t[samples.index :: samples.size] for name, t in batch.items()}
+            outputs = engine(**mine)
+            assert outputs.logits.shape[1] == SEQUENCE // size
+            engine.backward(outputs.loss)
+            losses.append(averaged(outputs.loss.detach()))
+            engine.step()
+        name = f"{size} {method} {stage}"
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")  # noqa: B023
+        for at, value in core.module_state_dict().items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            torch.testing.assert_close(whole, weights[at].detach(), rtol=1e-4, atol=1e-4, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_model_of_hugging_face(world):
+    run_ranks(world, check_llama, world, timeout=120)
+
+
+class WithPlaces(nn.Module):
+    """A GPT that is told the positions of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = gpt()
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return self.gpt(self.gpt.words(x) + self.gpt.places(places))
+
+
+def check_loss_outside() -> None:
+    generator = torch.Generator().manual_seed(2)
+    x, y = (torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator) for _ in range(2))
+    places = torch.arange(LENGTH).expand(BATCH, LENGTH)
+    one = WithPlaces()
+    expected = F.cross_entropy(one(x, places).flatten(0, 1), y.flatten())
+    expected.backward()
+    config = settings(sequence_parallel_size=2, gradient_clipping=0.0)
+    engine = initialize(WithPlaces(), config=config)
+    loss = F.cross_entropy(engine(x, places).flatten(0, 1), engine.sequences.part(y).flatten())
+    engine.backward(loss)
+    assert averaged(loss.detach()) == pytest.approx(expected.item(), rel=1e-5)
+    wanted = dict(one.named_parameters())
+    for name, p in engine.module.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(p.grad.full_tensor(), wanted[name].grad, rtol=1e-4, atol=1e-5)
+    with pytest.raises(EngineError, match="5 positions on dim 1 .* pad the sequence to a multiple of 2"):
+        engine(x[:, :5], places[:, :5])
+    linear = initialize(nn.Linear(4, 4), config=config)
+    with pytest.raises(EngineError, match="has not called torch's scaled_dot_product_attention"):
+        linear(torch.ones(2, 4, 4))
+    with pytest.raises(EngineConfigError, match="sequence_parallel_size 3 does not divide the 2"):
+        initialize(nn.Linear(4, 4), config=settings(sequence_parallel_size=3))
+    eager = initialize(llama("eager"), config=config)
+    with pytest.raises(EngineError, match="attn_implementation='sdpa', not 'eager'"):
+        eager(**batches()[0])
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 29}
+    windowed = MistralForCausalLM(MistralConfig(**sizes, num_attention_heads=2, sliding_window=8))
+    with pytest.raises(EngineError, match=r"sliding_attention \(a window of 8 in sequences of 16\)"):
+        initialize(windowed, config=config)(**batches()[0])
+
+
+def test_a_loss_outside_of_the_model_and_what_is_refused():
+    run_ranks(2, check_loss_outside, timeout=120)
