@@ -279,7 +279,7 @@ def test_configs_that_people_have():
         ({"elasticity": {"enabled": True}}, "any number of ranks"),
         ({"amp": {"enabled": True}}, "has removed it"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size 2 does not divide the 1 data-parallel ranks"),
-        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "are float32"),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "not both true"),
         ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}, "needs stage 3"),
         ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "zero_quantized_weights needs stage 3"),
         ({"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "sum"}, "stage 0, 1 or 2"),

@@ -110,6 +110,43 @@ def test_bfloat16():
     run_ranks(2, check_sixteen_bits, timeout=120)
 
 
+def check_all_sixteen_bits(folder: str) -> None:
+    """The same as a model that is bfloat16 itself, with PyTorch's optimizer; a checkpoint continues it."""
+    model = make_model().bfloat16()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5, momentum=0.5)
+    expected = []
+    for x, y in batches(STEPS):
+        loss = loss_of(lambda x: model(x.bfloat16()), x, y)
+        loss.backward()
+        expected.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    options = {"bf16": bf16, "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.5}}}
+    for stage in (0, 1, 2, 3):
+        engine = initialize(make_model(), config={**config(stage, **options), "scheduler": None})
+        losses = torch.tensor(train(engine, STEPS))
+        torch.testing.assert_close(losses, torch.tensor(expected), rtol=3e-2, atol=3e-2)
+        assert losses[-1] < losses[0]
+        assert all(p.dtype is torch.bfloat16 for p in engine.module.parameters())
+        states = [t for state in engine.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        assert states and all(t.dtype is torch.bfloat16 for t in states)
+        if stage != 2:
+            continue
+        engine.save_checkpoint(folder)
+        again = initialize(make_model(seed=1), config={**config(3, **options), "scheduler": None})
+        again.load_checkpoint(folder)
+        saved, loaded = (weights(e) for e in (engine, again))
+        assert all(torch.equal(loaded[name], value) for name, value in saved.items()) and len(saved) > 5
+    with pytest.raises(EngineConfigError, match="bf16_optimizer_states are not both true"):
+        initialize(make_model(), config=config(1, bf16={"enabled": True, "bf16_optimizer_states": True}))
+
+
+def test_parameters_and_optimizer_in_bfloat16(tmp_path):
+    run_ranks(2, check_all_sixteen_bits, str(tmp_path), timeout=120)
+
+
 def check_float16() -> None:
     first = None
     for stage in (0, 2, 3):

@@ -88,10 +88,15 @@ class Fp16Config(_Section, frozen=True):
 
 
 class Bf16Config(_Section, frozen=True):
-    """`bf16`: compute in bfloat16; with `check_grad_overflow` steps whose gradients are not finite are skipped."""
+    """`bf16`: compute in bfloat16; with `check_grad_overflow` steps whose gradients are not finite are skipped.
+
+    The last two go together: parameters, their gradients and the optimizer's states are bfloat16, too, not float32.
+    """
 
     enabled: bool = False
     check_grad_overflow: bool = True
+    bf16_master_weights_and_grads: bool = False
+    bf16_optimizer_states: bool = False
 
 
 class TensorParallelConfig(_Section, frozen=True):
@@ -322,6 +327,11 @@ def as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, 
 def _check(config: EngineConfig) -> None:
     if config.fp16.enabled and config.bf16.enabled:
         raise EngineConfigError("config: fp16.enabled and bf16.enabled are both true; choose one precision")
+    if config.bf16.bf16_master_weights_and_grads != config.bf16.bf16_optimizer_states:
+        raise EngineConfigError(
+            "config: bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states are not both true: the "
+            "optimizer's states have the dtype of the parameters; set both, or none"
+        )
     if config.fp16.min_loss_scale > 2.0**config.fp16.initial_scale_power:
         raise EngineConfigError(
             f"config: fp16.min_loss_scale {config.fp16.min_loss_scale:g} is larger than the initial scale, "

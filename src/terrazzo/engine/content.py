@@ -1,6 +1,6 @@
 """The contents of a run's checkpoint.
 
-    module                      the model's tensors, parameters in float32, by their names in the unwrapped model
+    module                      the model's tensors, parameters mostly in float32, by their names in the unwrapped model
     buffer_names                which of them are buffers
     optimizer                   its state, by parameter name
     param_shapes                [[name, shape], ...] of the trainable parameters, for each param group

@@ -208,8 +208,8 @@ _PRECISION = {
     "bf16.enabled": _done(),
     "bf16.check_grad_overflow": _done("the host waits for it in every step"),
     "bf16.immediate_grad_update": _harmless("gradients are reduced as they come"),
-    "bf16.bf16_master_weights_and_grads": _refused(_FP32),
-    "bf16.bf16_optimizer_states": _refused(_FP32),
+    "bf16.bf16_master_weights_and_grads": _done("together with the next"),
+    "bf16.bf16_optimizer_states": _done("gradients are reduced as `communication_data_type` says, then rounded"),
     "bfloat16": _mapped("`bf16`"),
     "torch_autocast.enabled": _done(),
     "torch_autocast.dtype": _done("`bfloat16`, also if it is missing; for float16 use `fp16`"),
@@ -217,7 +217,7 @@ _PRECISION = {
     "data_types.grad_accum_dtype": _warned("gradients add up in float32", "fp32", "float32", "float", "torch.float32"),
     "data_types.param_dtype": _refused("see `bf16` and `fp16`", "fp32", "float32", "auto"),
     "data_types.buffer_dtype": _refused("buffers keep their dtype", "auto"),
-    "data_types.keep_in_fp32_modules": _refused("`bf16` and `fp16` are for the whole model", "auto"),
+    "data_types.keep_in_fp32_modules": _harmless("it is for buffers, which keep their dtype"),
 }
 
 _REPORTS = {

@@ -7,7 +7,8 @@
     3       shard               sharded, gathered when used   sharded, reduced at each micro-batch
 
 So all stages run the same code and have the same kinds of tensors, and a checkpoint of one stage loads in any other.
-The optimizer always works on the parameters' shards, in float32 even if the model computes in 16 bits.
+The optimizer always works on the parameters' shards, in float32 even if the model computes in 16 bits, unless
+`bf16_master_weights_and_grads` says otherwise.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def shard_model(
     """
     _refuse_strangers(model)
     if compute_dtype(config) is not torch.float32:
-        _prepare_precision(model)
+        _prepare_precision(model, torch.bfloat16 if config.bf16.bf16_master_weights_and_grads else torch.float32)
     unmade = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if unmade and any(not p.is_meta for p in model.parameters()):
         raise EngineConfigError(
@@ -328,11 +329,11 @@ def _keeps_to_itself(module: nn.Module, uses: dict[nn.Parameter, int]) -> bool:
     return bool(inside) and all(uses[parameter] == count for parameter, count in inside.items())
 
 
-def _prepare_precision(model: nn.Module) -> None:
-    """Convert parameters to float32; copies in the compute dtype are made from them. Buffers are not converted."""
+def _prepare_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert parameters to `dtype`; copies in the compute dtype are made from them. Buffers are not converted."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.to(dtype)
 
 
 @torch.no_grad()
