@@ -129,7 +129,8 @@ def check_distributed():
         (square, [Shard(0), Shard(2)], (3, 2, 6, 4), (3, 2, 6, 4), False, {"attn_mask": added}),
         (square, [Shard(2), Shard(0)], (3, 2, 6, 4), (3, 2, 6, 4), False, {"attn_mask": padding}),
     ]
-    for case, method in [(case, method) for case in cases for method in ("ring", "ulysses")]:
+    for case, (method, rotate) in [(case, way) for case in cases for way in WAYS]:
+        set_rotate_method(rotate)
         on, placements, q_shape, kv_shape, causal, options = case
         q, k, v, weight = make(q_shape, kv_shape, kv_shape, q_shape)
         mask = options.get("attn_mask")
@@ -145,6 +146,7 @@ def check_distributed():
         (out * distribute_tensor(weight, on, out.placements)).sum().backward()
         for actual, expect in zip((out, dq.grad, dk.grad, dv.grad), expected, strict=True):
             close(actual.full_tensor(), expect, torch.float32)
+    set_rotate_method("alltoall")
     # What is not sharded on the sequence goes the usual way.
     q, k, v = (distribute_tensor(t, mesh, [Shard(0)]) for t in make(*[(4, 2, 6, 4)] * 3))
     with CommDebugMode() as mode, context_parallel(mesh):
