@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from installed import needs
 from ranks import run_ranks
-from terrazzo.fsdp import fully_shard
+from terrazzo.fsdp import MXFP8, NVFP4, fully_shard
 from terrazzo.tensor import init_device_mesh
 from terrazzo.tensor.debug import CommDebugMode
 
@@ -75,3 +75,28 @@ def check(what: str) -> None:
 @pytest.mark.parametrize("what", ["float8", "int8"])
 def test_quantized_gather(what):
     run_ranks(2, check, what)
+
+
+def check_bytes() -> None:
+    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
+
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(4, 512, generator=generator) * torch.logspace(-2, 2, 512)
+    for x in (rows, rows.bfloat16()):
+        values, scales = MXFP8().encode(x)
+        wanted_scales, wanted = to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+        assert torch.equal(values, wanted.view(torch.uint8))
+        assert torch.equal(scales.squeeze(-1), wanted_scales.view(torch.uint8))
+        pairs, scales, of_rows = NVFP4().encode(x)
+        for i, row in enumerate(x.split(1)):  # a tensor's second scale is a row's here
+            second = per_tensor_amax_to_scale(row.abs().max())
+            wanted_scales, wanted = nvfp4_quantize(row, 16, second)
+            assert torch.equal(pairs[i], wanted[0]) and pairs.view(torch.float4_e2m1fn_x2).shape == pairs.shape
+            assert torch.equal(scales[i, :, 0], wanted_scales[0].view(torch.uint8))
+            assert torch.equal(of_rows[i].view(torch.float32).flatten(), second.view(1))
+
+
+@pytest.mark.long
+def test_codecs_make_the_bytes_of_torchao():
+    run_ranks(1, check_bytes)

@@ -157,7 +157,8 @@ class NVFP4(_Blocks):
             return [values.new_empty(shape, dtype=torch.uint8) for shape in self.size(values.shape)]
         blocks = _blocks(values, self.block)
         largest = torch.cat([_largest(block) for block in blocks], -2)
-        row = self._scale(largest.amax(-2, keepdim=True)) / 448
+        row = largest.amax(-2, keepdim=True) / (self.largest * 448)
+        row = torch.where(row == 0, 1.0, row)
         scale = (largest / self.largest / row).to(self.scales)
         codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
         for block, out, own in zip(blocks, _blocks(codes, self.block), _split_like(blocks, scale), strict=True):
