@@ -1,4 +1,4 @@
-"""`terrazzo.compile` against `torch.compile` of the same block without distribution: a training step, world 1.
+"""`terrazzo.compile` against `torch.compile`: a training step of a block, alone, and of a model under `fully_shard`.
 
 Both are compiled by Inductor, so what differs is what stands around the graphs: keys and wrappers here, guards there.
 """
@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.utils import parametrize
 
 import terrazzo
 from benchmarks.cases import Budget, Implementations, Setting, case
-from terrazzo.tensor import Shard, distribute_tensor
+from terrazzo.fsdp import fully_shard
+from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor
 from terrazzo.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -96,3 +99,36 @@ def block(setting: Setting) -> Implementations:
 def wide_block(setting: Setting) -> Implementations:
     """The same, where computing takes most of the time."""
     return _blocks(256, 64)
+
+
+class _Gathered(nn.Module):
+    def forward(self, p: DTensor) -> DTensor:
+        return p.redistribute(placements=[Replicate()])
+
+
+@case(world=2, budget=Budget("time", 1.0), repetitions=11)
+def sharded(setting: Setting) -> Implementations:
+    """Four blocks under `fully_shard`, each a graph; beside them one graph of sharded tensors, gathers inside."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (setting.world,))
+    plain = nn.Sequential(*[Block(64, 4) for _ in range(2 if setting.quick else 4)])
+    x = torch.randn(2, 32, 64)
+    eager, ours, theirs, graph = (copy.deepcopy(plain) for _ in range(4))
+    for model, function in ((eager, fully_shard), (ours, fully_shard), (theirs, torch_fully_shard)):
+        for each in model:
+            if model is theirs:
+                each.compile(fullgraph=True)
+            function(each, mesh=mesh)
+        function(model, mesh=mesh)
+    for module in list(graph.modules()):
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
+            parametrize.register_parametrization(module, name, _Gathered(), unsafe=True)
+    batch = distribute_tensor(torch.cat([x] * setting.world), mesh, [Shard(0)])
+    return {
+        "terrazzo": _step(terrazzo.compile(ours, fullgraph=True), ours, x),
+        "torch": _step(theirs, theirs, x),
+        "eager": _step(eager, eager, x),
+        "graph": _step(terrazzo.compile(graph, fullgraph=True), graph, batch),
+    }

@@ -216,6 +216,7 @@ def check_settings() -> None:
     train(*both, shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
     train(*both, prepare=lambda model: model.set_coalesce_bytes(0))
     train(*both, prepare=own_communication)
+    train(*both, prepare=lambda model: model.set_double_buffers(), micro=2, reshard_after_forward=2)
 
 
 def check_on_replicas() -> None:

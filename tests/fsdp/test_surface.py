@@ -235,6 +235,17 @@ def check_double_buffers() -> None:
             loss_of(model, mine(x), mine(y)).backward()
         assert steps.operations[-1].after == 0
 
+    model = shard_blocks(Model())  # in a backend's memory
+    for module in (model, *model.blocks):
+        _stage(group_of(module), Counting())
+    model.set_double_buffers()
+    (x, y), *others = batches(3)
+    loss_of(model, mine(x), mine(y)).backward()
+    Counting.given = []
+    for x, y in others:
+        loss_of(model, mine(x), mine(y)).backward()
+    assert len(Counting.given) == len(others) * 4, "only the results of reductions, which become gradients"
+
     model = apart(shard_blocks(Model(5), reshard_after_forward=True))
     model.set_double_buffers()
     model.blocks[0].set_modules_to_forward_prefetch(list(model.blocks)[1:])

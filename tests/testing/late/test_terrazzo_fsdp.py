@@ -306,6 +306,12 @@ def check_replicas_and_accumulation(device):
     return train(model, device, micros=2, before=lambda m, last: m.set_requires_all_reduce(last))
 
 
+def check_double_buffers_on_replicas(device):
+    model = sharded(device, sizes=REPLICAS, reshard_after_forward=neighbours())
+    model.set_double_buffers()
+    return train(model, device, micros=2, steps=3, before=lambda m, last: m.set_requires_all_reduce(last))
+
+
 def neighbours():
     """How many ranks keep a block gathered between them."""
     return min(2, dist.get_world_size())
@@ -416,6 +422,7 @@ ON_REPLICAS = (
     check_coalesced_replicas,
     check_encoded_replicas,
     check_replicas_and_accumulation,
+    check_double_buffers_on_replicas,
     check_some_blocks_stay_gathered,
     check_writes_to_kept_parts,
 )
