@@ -170,5 +170,7 @@ def test_groups_of_parameters_and_wrong_arguments():
         MoE(DIM, Expert(), 4, noisy_gate_policy="Noise")
     with pytest.raises(EngineError, match="a rank has 3 tokens, fewer than min_capacity, 4"):
         MoE(DIM, Expert(), 4)(torch.ones(3, DIM))
+    with pytest.raises(EngineConfigError, match="from another range than one expert's. Initialise the expert before"):
+        layer().deepspeed_moe.experts.deepspeed_experts.up.reset_parameters()
     with pytest.warns(UserWarning, match="no Tutel"):
         copy.deepcopy(MoE(DIM, Expert(), 4, use_tutel=True))

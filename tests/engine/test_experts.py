@@ -131,6 +131,28 @@ def check_stages(folder: str) -> None:
     torch.testing.assert_close(torch.tensor(train(half, 0, STEPS)), torch.tensor(expected), rtol=0.05, atol=0.05)
 
 
+def check_meta() -> None:
+    """A model on the meta device gets the same values on every degree."""
+    found = []
+    for degree in (1, 2, 4):
+        with torch.device("meta"):
+            model = Model()
+        for layer in model.layers:
+            layer.moe.experts.expert_parallel_size = degree
+        torch.manual_seed(0)
+        state = initialize(model, config=config(3)).module_state_dict()
+        found.append({name: value.full_tensor() for name, value in state.items()})
+    weight = found[0]["layers.0.moe.experts.w2"]
+    assert 0.3 < weight.abs().max() * 5**0.5 <= 1 and not torch.equal(weight[0], weight[1])
+    for other in found[1:]:
+        for name, value in other.items():
+            torch.testing.assert_close(value, found[0][name], rtol=0, atol=0, msg=name)
+
+
+def test_experts_are_initialised_from_the_meta_device():
+    run_ranks(4, check_meta)
+
+
 def check_resume(folder: str, degree: int, stage: int) -> list[float]:
     engine = engine_of(degree, stage, seed=4)
     engine.load_checkpoint(folder)

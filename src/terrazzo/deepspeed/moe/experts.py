@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo._torch.modules import parameters_of
+from terrazzo.errors import EngineConfigError
 from terrazzo.tensor.parallel.experts import changed_parameters
+
+
+def _cannot_reset() -> None:
+    raise EngineConfigError(
+        "MoE: reset_parameters() would draw the stacked parameters of all experts from another range than one "
+        "expert's. Initialise the expert before it is passed to MoE, and not on the meta device"
+    )
 
 
 class Experts(nn.Module):
@@ -27,6 +35,8 @@ class Experts(nn.Module):
         self.deepspeed_experts = copy.deepcopy(expert)
         stacked: dict[nn.Parameter, nn.Parameter] = {}  # parameters that modules share stay shared
         for module in self.deepspeed_experts.modules():
+            if hasattr(module, "reset_parameters"):
+                vars(module)["reset_parameters"] = _cannot_reset
             for name, parameter in parameters_of(module).items():
                 if parameter is None:
                     continue
