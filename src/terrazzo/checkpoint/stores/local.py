@@ -14,17 +14,14 @@ The reasons for each step:
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
 import stat
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,12 +40,9 @@ from terrazzo.checkpoint.stores.base import (
     check_size,
     version_of,
 )
+from terrazzo.checkpoint.stores.local_files import LocalReadFile, LocalUpload
 from terrazzo.errors import CheckpointExistsError, CheckpointFormatError, ConflictError
 
-_MAX_BUFFERS: Final = 1024  # IOV_MAX on Linux
-_MAX_BYTES: Final = 1 << 30  # the kernel moves at most 2 GiB a call
-_WRITE_BEHIND: Final = 8 << 20
-_STEP: Final = 256 << 10  # bytes that are read at once if the caller uses them then: half of a small second-level cache
 _LOCK_SECONDS: Final = 60.0  # the lock is held for one rename
 _LOOK_SECONDS: Final = 1.0  # a lock is held for a moment to see whether another process holds it
 # The last: NFS does not lock a file that may only be read.
@@ -193,7 +187,7 @@ class LocalStore(Store):
             self.sync_folder(self._path)
 
     def read(self, requests: Iterable[Request]) -> Iterator[Request]:
-        file: _LocalReadFile | None = None
+        file: LocalReadFile | None = None
         name = ""
         try:
             for request in requests:
@@ -210,7 +204,7 @@ class LocalStore(Store):
             if file is not None:
                 file.close()
 
-    def _opened(self, key: str) -> _LocalReadFile:
+    def _opened(self, key: str) -> LocalReadFile:
         path = self._path / key
         try:
             # Opening a pipe instead of a file would wait for a writer.
@@ -221,7 +215,7 @@ class LocalStore(Store):
             if error.errno != errno.ELOOP:
                 raise
             raise _loop(path) from error
-        return _LocalReadFile(self._os, fd, str(path))
+        return LocalReadFile(self._os, fd, str(path))
 
     def get(self, key: str, most: int = LARGEST) -> tuple[bytearray, Version]:
         file = self._opened(key)
@@ -460,90 +454,6 @@ class _LocalLease(Lease):
             os.close(self._fd)
 
 
-class LocalUpload(Upload):
-    """A data file that is written under its final name. `then` is called when it is complete."""
-
-    def __init__(self, system: Any, fd: int, path: Path, *, durable: bool) -> None:
-        self._os = system
-        self._fd = fd
-        self._path = str(path)
-        self._durable = durable
-        self.then: Callable[[], object] | None = None
-        self._behind = 0  # bytes written since the kernel was last asked to start writing to the disk
-        self._lock = threading.Lock()
-
-    @property
-    def path(self) -> str:
-        """The file's path."""
-        return self._path
-
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        for group in _groups(buffers):
-            total = sum(map(len, group))
-            self._write_behind(total)
-            written = self._pwritev(group, offset)
-            done = written
-            while done < total:  # after a short write, continue until the kernel returns an error
-                if written == 0:
-                    raise OSError(errno.EIO, "the file system accepted no bytes", self._path)
-                group = _without_first(group, written)
-                written = self._pwritev(group, offset + done)
-                done += written
-            offset += total
-
-    def _write_behind(self, more: int) -> None:
-        """Before `more` is written, have the kernel begin with what was written before, if that is much."""
-        with self._lock:
-            behind = self._behind
-            self._behind = more if behind >= _WRITE_BEHIND else behind + more
-        if behind >= _WRITE_BEHIND:
-            _start_writing_back(self._fd)
-
-    def _pwritev(self, buffers: Sequence[memoryview], offset: int) -> int:
-        try:
-            written: int = self._os.pwritev(self._fd, buffers, offset)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self._path) from error
-        return written
-
-    def truncate(self, size: int) -> None:
-        if os.fstat(self._fd).st_size > size:
-            os.ftruncate(self._fd, size)
-
-    def begin_finish(self) -> None:
-        if self._durable:
-            _start_writing_back(self._fd)
-
-    def sync(self) -> None:
-        """Make what is written survive a power failure."""
-        if self._durable:
-            try:
-                self._os.fsync(self._fd)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, self._path) from error
-
-    def finish(self, *, synced: bool = False) -> None:
-        try:
-            if not synced:
-                self.sync()
-        finally:
-            self._close()
-        if self.then is not None:
-            self.then()
-
-    def abort(self) -> None:
-        if self._fd >= 0:
-            with suppress(OSError):
-                self._close()
-            with suppress(OSError):
-                self._os.unlink(self._path)
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            self._os.close(fd)
-
-
 class _Replacing(Upload):
     """A file under a temporary name, which is renamed when it is complete."""
 
@@ -583,89 +493,3 @@ class _Replacing(Upload):
 
     def abort(self) -> None:
         self._file.abort()
-
-
-class _LocalReadFile:
-    """A file that is open for reading in any order."""
-
-    def __init__(self, system: Any, fd: int, path: str) -> None:
-        self._os = system
-        self._fd = fd
-        self._path = path
-        try:
-            status = system.fstat(fd)
-        except BaseException:
-            self.close()
-            raise
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise CheckpointFormatError(f"{path} is a folder, a pipe or a device, not a file")
-        self.size: int = status.st_size
-
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers one after the other from `offset` on; raises `EOFError` if the file is too short."""
-        for group in _groups(buffers):
-            while group:
-                try:
-                    got = self._os.preadv(self._fd, group, offset)
-                except OSError as error:
-                    raise OSError(error.errno, error.strerror, self._path) from error
-                if got == 0:
-                    raise EOFError(f"{self._path} is too short: it ends at byte {offset}")
-                offset += got
-                group = _without_first(group, got)
-
-    def read_in_steps(self, offset: int, buffers: Sequence[memoryview], arrived: Callable[[int], object]) -> None:
-        """Like `read_into`, in steps that fit into the cache; calls `arrived` after each: see `Request`."""
-        done = 0
-        for group in _groups(buffers, _STEP):
-            self.read_into(offset + done, group)
-            done += sum([len(buffer) for buffer in group])
-            arrived(done)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            self._os.close(fd)
-
-
-def _groups(buffers: Sequence[memoryview], most: int = _MAX_BYTES) -> list[Sequence[memoryview]]:
-    """The buffers in groups that one system call can take, of at most `most` bytes."""
-    if len(buffers) <= _MAX_BUFFERS and (together := sum(map(len, buffers))) <= most:
-        return [buffers] if together else []
-    groups: list[Sequence[memoryview]] = []
-    group: list[memoryview] = []
-    total = 0
-    for buffer in buffers:
-        for start in range(0, len(buffer), most):
-            piece = buffer[start : start + most]
-            if group and (total + len(piece) > most or len(group) == _MAX_BUFFERS):
-                groups.append(group)
-                group, total = [], 0
-            group.append(piece)
-            total += len(piece)
-    if group:
-        groups.append(group)
-    return groups
-
-
-def _without_first(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """The buffers less their first `nbytes`."""
-    for index, buffer in enumerate(buffers):
-        if nbytes < len(buffer):
-            return [buffer[nbytes:], *buffers[index + 1 :]]
-        nbytes -= len(buffer)
-    return []
-
-
-def _start_writing_back(fd: int) -> None:
-    """Ask the kernel to start writing the file to the disk, so that the fsync at the end takes less time."""
-    function = _sync_file_range()
-    if function is not None:
-        # 2: SYNC_FILE_RANGE_WRITE, for the whole file. It is a hint; failure is harmless.
-        function(fd, ctypes.c_int64(0), ctypes.c_int64(0), 2)
-
-
-@cache
-def _sync_file_range() -> Any:
-    return getattr(ctypes.CDLL(None), "sync_file_range", None)
