@@ -136,7 +136,7 @@ def _load_large(setting: Setting, *, verify: bool) -> Implementations:
     return _loads(job, 0, verify=verify) | {"raw": lambda: _raw_read(path, data)}
 
 
-@case(world=2, repetitions=7, budget=Budget("speed", 0.75, "raw"), runs_on="both")
+@case(world=2, repetitions=7, budget=Budget("speed", 0.8, "raw"), runs_on="both")
 def load_large(setting: Setting) -> Implementations:
     return _load_large(setting, verify=True)
 
@@ -250,7 +250,7 @@ def _command(setting: Setting, *arguments: str) -> Implementations:
     return {"terrazzo": run}
 
 
-@case(unit="seconds", repetitions=3, budget=Budget("value", 3))
+@case(unit="seconds", repetitions=3, budget=Budget("value", 1))
 def command_ls(setting: Setting) -> Implementations:
     return _command(setting, "ls", "PATH")
 
@@ -260,12 +260,12 @@ def command_show(setting: Setting) -> Implementations:
     return _command(setting, "show", "PATH", "layers.7.weight")
 
 
-@case(unit="seconds", repetitions=3, budget=Budget("value", 3))
+@case(unit="seconds", repetitions=3, budget=Budget("value", 1))
 def command_diff(setting: Setting) -> Implementations:
     return _command(setting, "diff", "PATH", "PATH")
 
 
-@case(unit="seconds", repetitions=3, budget=Budget("value", 3))
+@case(unit="seconds", repetitions=3, budget=Budget("value", 1))
 def command_verify(setting: Setting) -> Implementations:
     return _command(setting, "verify", "PATH")
 

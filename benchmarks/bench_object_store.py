@@ -170,13 +170,13 @@ def _loads(job: _Job, dim: int) -> dict[str, Any]:
     return made
 
 
-@case(world=2, repetitions=3, budget=Budget("speed", 0.9, "client"))
+@case(world=2, repetitions=3, budget=Budget("speed", 0.95, "client"))
 def save_large(setting: Setting) -> Implementations:
     job = _large(setting)
     return _saves(job) | {"client": job.put}
 
 
-@case(world=2, repetitions=3, budget=Budget("speed", 0.9, "client"))
+@case(world=2, repetitions=3, budget=Budget("speed", 0.95, "client"))
 def load_large(setting: Setting) -> Implementations:
     job = _large(setting)
     job.put()

@@ -171,3 +171,37 @@ def test_both_the_hosts_and_the_root_are_damaged(saved: Path, tmp_path: Path):
     (first, _), (second, _) = run_ranks(2, restore, str(tmp_path / "run"), 2, 2, False, False)
     assert first == second and damaged[0].name in first
     assert all(each.exists() for each in damaged)
+
+
+def damaged_before_it_is_copied(folder: str, how: str) -> tuple[str, list[str]]:
+    heard = Messages()
+    logging.getLogger("terrazzo.checkpoint").addHandler(heard)
+    try:
+        with manager_of(folder, 2) as manager:  # whose close copies the newest step
+            manager.save(1, state(1), {"loss": 1.0})
+            manager.wait()
+            dist.barrier()
+            places = [Path(folder) / f"host{host}" / "global_step1" for host in (0, 1)]
+            if dist.get_rank() == 0 and how == "a manifest is lost":
+                (places[0] / "manifest.terrazzo").unlink()
+            elif dist.get_rank() == 0:
+                for number, place in enumerate(places):
+                    flip(data_of(place)[number if how == "a copy of each file" else 0])
+            dist.barrier()
+    except CheckpointException as error:
+        return str(error), heard.texts
+    finally:
+        logging.getLogger("terrazzo.checkpoint").removeHandler(heard)
+    return "", heard.texts
+
+
+def test_what_is_copied_to_the_root_is_whole(tmp_path: Path):
+    """A local file that has been damaged is copied from another host; if none has it whole, the step is not copied."""
+    for how in ("a copy of each file", "a manifest is lost"):
+        told = run_ranks(2, damaged_before_it_is_copied, str(tmp_path / how), how)
+        assert [raised for raised, _ in told] == ["", ""]
+        assert any("is not what was saved" in text for text in told[0][1])
+        assert verify(tmp_path / how / "root" / "global_step1") == []
+    told = run_ranks(2, damaged_before_it_is_copied, str(tmp_path / "other"), "all copies of a file")
+    assert all("is damaged on each host that has it" in raised for raised, _ in told), told
+    assert not (tmp_path / "other" / "root" / "global_step1" / "manifest.terrazzo").exists()

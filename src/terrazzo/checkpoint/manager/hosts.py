@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 from typing import Final
@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from terrazzo.checkpoint.manager.committing import AllRanks
-from terrazzo.checkpoint.manager.peers import PeerStore, serve_folder
+from terrazzo.checkpoint.manager.peers import PeerStore, SendOn, serve_folder
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.run.coordination import find_team
@@ -238,12 +238,12 @@ class HostsStore(Store):
 # ------------------------------------------------------------------ connecting the hosts
 
 
-def connect(own: LocalStore, send_on: Callable[[str, str], None], replicas: int, ranks: AllRanks) -> HostsStore:
+def connect(own: LocalStore, send_on: SendOn, replicas: int, ranks: AllRanks) -> HostsStore:
     """Connect the hosts of a run. Ranks that see the same folder are on the same host. Collective.
 
     Args:
         own: the folder of this rank's host.
-        send_on: copies a file of a step's folder to the root.
+        send_on: copies files of a step's folder to the root.
         replicas: the number of other hosts that get a copy of each file.
     """
     if not 0 <= replicas:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import Final
 
 from terrazzo._threads import Worker, results_of
 from terrazzo.checkpoint.manager.hosts import HostsStore
-from terrazzo.checkpoint.manager.peers import PeerStore, copy_file
+from terrazzo.checkpoint.manager.peers import PeerStore, copy_whole
 from terrazzo.checkpoint.manager.policies import UNTIL_COPIED
 from terrazzo.checkpoint.manager.records import Record
 from terrazzo.checkpoint.manager.removing import is_held, take_to_read
@@ -25,7 +25,13 @@ from terrazzo.checkpoint.native.names import name_as_latest, name_of_step
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.stores import Store
 from terrazzo.checkpoint.stores.local import LocalStore
-from terrazzo.errors import CheckpointError, CheckpointExistsError, CheckpointIOError, CheckpointManagerError
+from terrazzo.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointIOError,
+    CheckpointManagerError,
+)
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
@@ -152,14 +158,22 @@ def copy_checkpoint(source: HostsStore, target: Store) -> None:
     remove_leftovers(target)
     commit.hold(manifest.head.save_id)
     try:
-        work: dict[LocalStore | PeerStore, list[str]] = defaultdict(list)
-        loads: dict[LocalStore | PeerStore, int] = defaultdict(int)
-        host: LocalStore | PeerStore
-        for key, holders in source.holders(sorted(files, key=lambda key: -files[key])).items():
-            host = min(holders, key=loads.__getitem__)  # the host with the fewest bytes to send
-            loads[host] += files[key]
-            work[host].append(key)
-        results_of([partial(_send, host, target, keys) for host, keys in work.items()], len(work), "terrazzo-copy")
+        holders, left = source.holders(files), list(files)
+        while left:
+            work: dict[LocalStore | PeerStore, list[str]] = defaultdict(list)
+            loads: dict[LocalStore | PeerStore, int] = defaultdict(int)
+            for key in sorted(left, key=lambda key: -files[key]):
+                if not holders[key]:
+                    raise CheckpointCorruptError(
+                        f"{source.location}/{key} is damaged on each host that has it, so this step is not copied to "
+                        f"{target.location}"
+                    )
+                host = min(holders[key], key=loads.__getitem__)  # the host with the fewest bytes to send
+                holders[key].remove(host)
+                loads[host] += files[key]
+                work[host].append(key)
+            sends = [partial(_send, host, target, keys) for host, keys in work.items()]
+            left = [key for damaged in results_of(sends, len(work), "terrazzo-copy") for key in damaged]
         there = {entry.key: entry.size for entry in target.list()}
         missing = [key for key, size in files.items() if there.get(key) != size]
         if missing:
@@ -170,9 +184,9 @@ def copy_checkpoint(source: HostsStore, target: Store) -> None:
     remove_leftovers(target)
 
 
-def _send(host: LocalStore | PeerStore, target: Store, keys: list[str]) -> None:
-    for key in keys:
-        if isinstance(host, PeerStore):
-            host.send_on(key)
-        else:
-            copy_file(host, target, key)
+def _send(host: LocalStore | PeerStore, target: Store, keys: list[str]) -> Sequence[str]:
+    """Copy files of a host to the target; returns those that are damaged."""
+    damaged = host.send_on(keys) if isinstance(host, PeerStore) else copy_whole(host, target, keys)
+    for key in damaged:
+        LOGGER.warning("%s/%s is not what was saved, and is not copied from there", host.location, key)
+    return damaged

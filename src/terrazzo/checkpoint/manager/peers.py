@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 
+from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import is_plain_name, step_of_name
+from terrazzo.checkpoint.native.verify import verify_store
 from terrazzo.checkpoint.stores import LARGEST, Absent, Entry, MemoryUpload, Request, Store, Upload, Version, check_size
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.comm.addresses import listen_at
 from terrazzo.comm.serving import LONGEST, PIECE, Client, Server
+from terrazzo.errors import CheckpointNotFoundError
 
+# Copies files of a step's folder, which has this name, to the root, by `copy_whole`.
+SendOn = Callable[[str, Sequence[str]], Sequence[str]]
 _SECRET: Final = 32
 # The operations of a store that are called as they are.
 _PLAIN_CALLS: Final = frozenset("delete delete_ended folders is_link lease_ended list remove_folder stat sync".split())
 
 
-def serve_folder(store: LocalStore, host: str, timeout: float, send_on: Callable[[str, str], None]) -> Server:
-    """Serve a folder of this host. `send_on` copies a file of it to the root."""
+def serve_folder(store: LocalStore, host: str, timeout: float, send_on: SendOn) -> Server:
+    """Serve a folder of this host."""
     folder = _Folder(store, send_on)
     return Server(listen_at(host), secrets.token_bytes(_SECRET), lambda: folder, timeout)
 
@@ -34,7 +39,7 @@ def serve_folder(store: LocalStore, host: str, timeout: float, send_on: Callable
 class _Folder:
     """The operations on a folder of this host."""
 
-    def __init__(self, store: LocalStore, send_on: Callable[[str, str], None]) -> None:
+    def __init__(self, store: LocalStore, send_on: SendOn) -> None:
         self._store = store
         self._send_on = send_on
 
@@ -59,8 +64,8 @@ class _Folder:
             case "adopt", [other, key, name]:
                 store.prepare()
                 return store.adopt(self._store.beneath(_step(other)), key, name)
-            case "send_on", [key]:
-                return self._send_on(folder, key)
+            case "send_on", [[*keys]]:
+                return self._send_on(folder, keys)
         if operation in _PLAIN_CALLS:
             return getattr(store, operation)(*plain)
         raise ValueError(f"there is no operation {operation}{tuple(rest)}")
@@ -119,9 +124,9 @@ class PeerStore(Store):
             pieces = iter(lambda: memoryview(file.read(PIECE)), memoryview(b""))
             self._call("file", key, data=pieces, follows=size)
 
-    def send_on(self, key: str) -> None:
-        """Make that host copy a file to the root."""
-        self._call("send_on", key)
+    def send_on(self, keys: Sequence[str]) -> Sequence[str]:
+        """Make that host copy files to the root; returns what `copy_whole` does there."""
+        return msgspec.convert(self._call("send_on", list(keys)), list[str])
 
     def read(self, requests: Iterable[Request]) -> Iterator[Request]:
         for request in requests:
@@ -178,3 +183,16 @@ def copy_file(source: Store, target: Store, key: str) -> None:
             yield piece
 
     _write(target.stream(key), pieces())
+
+
+def copy_whole(source: Store, target: Store, keys: Sequence[str]) -> list[str]:
+    """Copy files of a checkpoint; returns those that are not as they were written, which are not copied."""
+    try:
+        wrong = {damage.file for damage in verify_store(source, only=keys)}
+    except CheckpointNotFoundError:
+        wrong = {MANIFEST}
+    damaged = [key for key in keys if key in wrong or MANIFEST in wrong]  # without it nothing can be compared
+    for key in keys:
+        if key not in damaged:
+            copy_file(source, target, key)
+    return damaged

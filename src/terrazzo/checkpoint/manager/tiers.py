@@ -12,7 +12,7 @@ from typing import Literal
 
 from terrazzo.checkpoint.manager.committing import AllRanks
 from terrazzo.checkpoint.manager.hosts import HostsStore, connect
-from terrazzo.checkpoint.manager.peers import copy_file
+from terrazzo.checkpoint.manager.peers import copy_whole
 from terrazzo.checkpoint.manager.policies import Best, KeepLast, KeepPolicy, not_copied, reasons_to_keep, settled
 from terrazzo.checkpoint.manager.records import RUN, Catalog, Record, Unreadable, checked_step, write_reasons
 from terrazzo.checkpoint.manager.removing import clear_all, remove
@@ -215,8 +215,8 @@ def open_tiers(
     if not isinstance(own, LocalStore):
         raise CheckpointManagerError(f"local must be a folder of this host, not {local}")
 
-    def send_on(folder: str, key: str) -> None:
-        copy_file(own.beneath(folder), (root / folder).store, key)
+    def send_on(folder: str, keys: Sequence[str]) -> list[str]:
+        return copy_whole(own.beneath(folder), (root / folder).store, keys)
 
     if root.local is not None and root.local.resolve() == own.path.resolve():
         raise CheckpointManagerError(f"local and root must be different folders, not both {local}")
