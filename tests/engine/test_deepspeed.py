@@ -29,7 +29,7 @@ from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.tools.compare import compare
 from terrazzo.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from terrazzo.engine import initialize
-from terrazzo.errors import CheckpointError, EngineError
+from terrazzo.errors import CheckpointError, EngineError, RankError
 
 needs_deepspeed = pytest.mark.skipif(
     not deepspeed_is_installed(),
@@ -256,6 +256,11 @@ def check_saving(folder: str) -> None:
     with pytest.raises(EngineError, match="stage 0"):
         engine_like("0-fp32").save_checkpoint(folder, "whole", layout="deepspeed")
     assert sorted(path.name for path in Path(folder).iterdir()) == ["all", "latest", "thin"]
+    apart = Path(f"{folder}-host{rank}")  # a disk of each host, on which a killed save has left something
+    (apart / ".tag.tmp").mkdir(parents=True)
+    with pytest.raises(RankError, match="the folder must be the same for all ranks"):
+        engine.save_checkpoint(str(apart), "tag", layout="deepspeed")
+    assert [path.name for path in apart.iterdir()] == [".tag.tmp"]
 
 
 def test_saving_in_deepspeeds_layout(tmp_path):

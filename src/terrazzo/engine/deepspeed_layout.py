@@ -81,7 +81,7 @@ def save_in_deepspeed_layout(
 
     def commit() -> None:
         if rank == 0:
-            new.commit()
+            new.commit(layout.files())
 
     plane.run_together(commit, f"committing {folder / tag}")
 

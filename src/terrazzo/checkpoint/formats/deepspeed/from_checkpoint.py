@@ -78,7 +78,7 @@ def write_deepspeed(
             if name is not None:
                 states = model_states(layout, tensors, rank, {**rest, "ds_config": config})
                 write_file(folder.store, name, states)
-        folder.commit()
+        folder.commit(layout.files())
     except BaseException:
         folder.discard()
         raise

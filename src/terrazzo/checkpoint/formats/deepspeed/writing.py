@@ -26,6 +26,7 @@ from terrazzo.checkpoint.formats.deepspeed.partitions import (
 )
 from terrazzo.checkpoint.formats.source import new_file
 from terrazzo.checkpoint.formats.torch_writing import Instance, write_archive
+from terrazzo.checkpoint.native.commit import check_written
 from terrazzo.checkpoint.stores import ABSENT, LocalStore, Place, Store
 from terrazzo.errors import CheckpointExistsError, ConflictError, UnsupportedValueError
 
@@ -122,6 +123,11 @@ class RunLayout:
         """The name of a rank's file of optimizer states."""
         prefix = "bf16_" if self.dtype is torch.bfloat16 else ""
         return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+    def files(self) -> list[str]:
+        """The names of all ranks' files."""
+        models = [self.model_file(rank) for rank in range(self.ranks)]
+        return [*filter(None, models), *map(self.optim_file, range(self.ranks))]
 
 
 class Tensors(Protocol):
@@ -372,8 +378,9 @@ class NewFolder:
         except ConflictError as error:
             raise CheckpointExistsError(f"{self.target} is being written by another save") from error
 
-    def commit(self) -> None:
-        """Commit: all files are complete."""
+    def commit(self, files: Sequence[str]) -> None:
+        """Commit: all ranks have written their files, which must be here."""
+        check_written(self.store, files)
         local = self.target.local
         if local is None or self._hidden is None:
             self.store.delete([UNFINISHED])
