@@ -290,41 +290,6 @@ def test_global_steps(tmp_path: Path) -> None:
     assert FileSystemReader(tmp_path / "extra").read_metadata().planner_data == ["per-rank-data"] * 2
 
 
-# ------------------------------------------------------------------ plan caching
-
-
-class Counting(DefaultSavePlanner):
-    """Has a global step of its own, and counts it."""
-
-    steps = 0
-
-    def create_global_plan(self, all_plans):
-        self.steps += 1
-        return super().create_global_plan(all_plans)
-
-
-def cached_rounds(path: str) -> list[int]:
-    planner = Counting(enable_plan_caching=True)
-    mesh = init_device_mesh(device_type(), (dist.get_world_size(),))
-    steps = []
-    for number, (dtype, size) in enumerate([(torch.float32, 6)] * 3 + [(torch.float64, 6)] * 2 + [(torch.float64, 9)]):
-        whole = torch.arange(float(size), dtype=dtype) + number
-        state = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "n": number}
-        save(state, checkpoint_id=f"{path}/{number}", planner=planner)
-        steps.append(planner.steps)
-        target = {"w": torch.zeros(size, dtype=dtype), "n": None}
-        load(target, checkpoint_id=f"{path}/{number}")
-        assert torch.equal(target["w"], whole) and target["n"] == number
-        if number == 1 and dist.get_rank() == 1:
-            planner = Counting(enable_plan_caching=True)  # a rank that has forgotten sends its plan again
-    return steps
-
-
-def test_a_cached_plan_depends_on_all_that_the_plan_does(tmp_path: Path) -> None:
-    """Global steps at the first save, when a rank comes with a new planner, for a new dtype and for a new shape."""
-    assert run_ranks(2, cached_rounds, str(tmp_path))[0] == [1, 1, 2, 3, 3, 4]
-
-
 # ------------------------------------------------------------------ somebody else's storage
 
 CALLS: list[str] = []

@@ -5,10 +5,8 @@ It is not used for planners with the default global step: see `ownership`.
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from terrazzo.checkpoint.metadata import (
@@ -94,37 +92,3 @@ def merged_planner_data(data: Sequence[Any]) -> dict[str, Any] | None:
         if isinstance(part, dict):
             merged.update(part)
     return merged or None
-
-
-GlobalStep = Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]]
-
-
-@dataclass(slots=True)
-class GlobalPlanCache:
-    """A cache of the last global plan, on each rank of a planner object.
-
-    A rank whose local plan equals its last one sends an empty plan with `usable=False` instead, if the coordinator has
-    the same save in its cache (`token`). Plans are compared as a whole: names, boxes, shapes, dtypes, and everything
-    that the planner added. If no rank's plan has changed, the global step is skipped.
-    """
-
-    token: str = ""  # identifies the save in the cache
-    local: SavePlan | None = None
-    # On the coordinator only: the local plans of all ranks, and the result of the global step.
-    locals: list[SavePlan] = field(default_factory=list)
-    result: tuple[list[SavePlan], Metadata] | None = None
-
-    def to_send(self, plan: SavePlan, coordinator_token: str) -> SavePlan:
-        """This rank's plan, or an empty one if it has not changed."""
-        if self.token and self.token == coordinator_token and plan == self.local:
-            return SavePlan([], usable=False)
-        self.local = deepcopy(plan)  # a planner may change the properties in its items later
-        return plan
-
-    def global_plan(self, received: list[SavePlan], step: GlobalStep) -> tuple[list[SavePlan], Metadata]:
-        """On the coordinator: the result of the global step, from the cache if no plan has changed."""
-        if self.result is None or any(plan.usable for plan in received):
-            self.locals = [plan if plan.usable else self.locals[rank] for rank, plan in enumerate(received)]
-            self.result = step(self.locals)
-            self.token = uuid.uuid4().hex
-        return self.result

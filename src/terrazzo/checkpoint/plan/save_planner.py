@@ -32,7 +32,7 @@ from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.native.root import TENSOR, TYPED
 from terrazzo.checkpoint.native.rows import NO_FORM, Form, Row, form_of, object_row
 from terrazzo.checkpoint.plan.flatten import PerRank, flatten_state_dict, matches_any, name_on_rank, paths_to_store
-from terrazzo.checkpoint.plan.global_plan import GlobalPlanCache, deduplicated, merged_metadata
+from terrazzo.checkpoint.plan.global_plan import deduplicated, merged_metadata
 from terrazzo.checkpoint.plan.ownership import Agreement, Claim, digests_of_tensors
 from terrazzo.checkpoint.plan.sharded import (
     OWN_MEMORY,
@@ -77,10 +77,9 @@ class DefaultSavePlanner(SavePlanner):
 
     Replicated values are written once; large replicated tensors are split among the ranks that hold them, so
     that bytes balance. `dedup_save_to_lowest_rank` gives each to its lowest rank instead.
-    `enable_plan_caching` spares the ranks sending their plans again, and the coordinator making the global one,
-    when nothing changed since the last save with this planner object (only where a global plan is made at all).
-    `flatten_sharded_tensors` and `dedup_replicated_tensors` are accepted for compatibility: sharded tensors of
-    sharded tensors are always seen through, replicated tensors are never written twice.
+    `flatten_sharded_tensors`, `dedup_replicated_tensors` and `enable_plan_caching` are accepted for compatibility:
+    sharded tensors of sharded tensors are always seen through, replicated tensors are never written twice, and ranks
+    send no plans unless a planner or a storage of your own asks for them.
 
     `per_rank` names (shell-style patterns) values that each rank has its own of;  `lowest_rank_wins` names
     replicated values that may differ, of which the lowest rank's is kept. That is also done, with one
@@ -107,7 +106,6 @@ class DefaultSavePlanner(SavePlanner):
         self.flatten_sharded_tensors = flatten_sharded_tensors
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
         self.allow_pickle = allow_pickle
-        self.plan_cache = GlobalPlanCache() if enable_plan_caching else None
         self.rank = 0
         self.ranks: tuple[int, ...] = (0,)
         self._per_rank = tuple(per_rank)

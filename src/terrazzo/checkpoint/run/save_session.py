@@ -42,7 +42,6 @@ class _Hello(msgspec.Struct, array_like=True, frozen=True):
     alone: bool  # planner and storage need no global step
     notes: list[Note]
     about: bytes  # the rows that it could write
-    cache_token: str
 
 
 class _Start(msgspec.Struct, array_like=True, frozen=True):
@@ -51,7 +50,6 @@ class _Start(msgspec.Struct, array_like=True, frozen=True):
     arranged: bytes  # for the ranks' writers
     alone: bool
     unsure: list[int]  # groups of holders whose notes differ
-    cache_token: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +123,7 @@ class SaveSession:
     ) -> tuple[Callable[[], bytes], Callable[[list[bytes]], bytes]]:
         """When all ranks have planned: what writes this rank's part, and what commits, on the coordinator."""
         could, start = self._agree_to_start(state_dict)
-        central = None if start.alone else self._global_plan(could, start.cache_token)
+        central = None if start.alone else self._global_plan(could)
         answer = b""
         if start.alone and start.unsure:
             assert could.held is not None
@@ -193,13 +191,11 @@ class SaveSession:
                     plan = self._items()
                     could = _Could(None if own is None else own.hold_items(plan), plan)
                     event.details["items"] = len(plan.items)
-            cache = None if own is None else own.plan_cache
             alone = own is not None and own.plans_alone and self.side.plans_alone
             hello = _Hello(
                 alone,
                 about=self.side.about(could.held.rows) if alone and could.held is not None else b"",
                 notes=could.held.notes() if could.held is not None else [],
-                cache_token="" if cache is None or not self.team.is_coordinator else cache.token,
             )
             return msgspec.msgpack.encode(hello)
 
@@ -208,36 +204,28 @@ class SaveSession:
             alone = all(hello.alone for hello in hellos)
             unsure = groups_unsure([hello.notes for hello in hellos]) if alone else []
             arranged = self.side.arranged([hello.about for hello in hellos]) if alone else b""
-            return msgspec.msgpack.encode(_Start(arranged, alone, unsure, hellos[0].cache_token))
+            return msgspec.msgpack.encode(_Start(arranged, alone, unsure))
 
         start = msgspec.msgpack.decode(self.team.reduce(prepare, agree), type=_Start)
         return could, start
 
-    def _global_plan(self, could: _Could, coordinator_token: str) -> tuple[SavePlan, Metadata | None]:
+    def _global_plan(self, could: _Could) -> tuple[SavePlan, Metadata | None]:
         """This rank's part of a plan that the coordinator makes, and on the coordinator the metadata."""
-        cache = None if self._own is None else self._own.plan_cache
         metadata: Metadata | None = None
 
         def send() -> bytes:
             plan = could.plan if could.plan is not None else self._items()  # another rank needs items
-            return messages.encode(plan if cache is None else cache.to_send(plan, coordinator_token))
+            return messages.encode(plan)
 
         def combine(parts: list[bytes]) -> list[bytes]:
             nonlocal metadata
-            received = [messages.decode(part, SavePlan) for part in parts]
-            if cache is None:
-                plans, made = self.planner.create_global_plan(received)
-            else:
-                plans, made = cache.global_plan(received, self.planner.create_global_plan)
-            metadata = replace(made)  # a copy, because the storage changes it, and the plan may be cached
+            plans, metadata = self.planner.create_global_plan([messages.decode(part, SavePlan) for part in parts])
             settled = self.writer.prepare_global_plan(list(plans))
             arranged = b"" if self.side.plans_alone else self.side.arranged_of(settled)
-            return [messages.encode((part, "" if cache is None else cache.token, arranged)) for part in settled]
+            return [messages.encode((part, arranged)) for part in settled]
 
-        part, token, arranged = messages.decode(self.team.reduce_scatter(send, combine), tuple)
+        part, arranged = messages.decode(self.team.reduce_scatter(send, combine), tuple)
         self.side.begin(arranged, self.team.rank)
-        if cache is not None:
-            cache.token = token
         return part, metadata
 
 
