@@ -330,6 +330,10 @@ class EngineValueError(EngineError, ValueError):
     """A value that does not fit the model that the engine trains."""
 
 
+class EngineCallError(EngineError, AssertionError):
+    """A method of the engine was called where it may not be; DeepSpeed raises an AssertionError for such a call."""
+
+
 class LossScaleError(EngineError, FloatingPointError):
     """Gradients overflow at the smallest loss scale."""
 

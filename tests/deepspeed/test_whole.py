@@ -142,3 +142,32 @@ def check_norm() -> None:
 
 def test_the_norm_of_gradients_is_known_without_clipping():
     run_ranks(2, check_norm)
+
+
+def check_no_sync(stage: int, **precision: object) -> None:
+    engine, reference = made(stage, gradient_accumulation_steps=1, **precision), make_model()
+    close = {"rtol": 1e-5, "atol": 1e-6} if not precision else {"rtol": 0.1, "atol": 0.05}
+    parameters = list(engine.module.parameters())
+    [(x, y)] = batches(1)
+    mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    with engine.no_sync():
+        for _ in range(2):
+            engine.backward(loss_of(engine, x[mine], y[mine]))
+            loss_of(reference, x[mine], y[mine]).backward()
+            for p, q in zip(parameters, reference.parameters(), strict=True):
+                torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(p), q.grad, **close)
+    for p in [p for p in parameters if p.requires_grad]:
+        deepspeed.utils.safe_set_full_grad(p, torch.ones(p.shape))
+        assert deepspeed.utils.safe_get_full_grad(p).eq(1).all()
+    engine.zero_grad()
+    assert all(deepspeed.utils.safe_get_full_grad(p) is None for p in parameters)
+
+
+def check_no_sync_in_stages() -> None:
+    check_no_sync(0)
+    check_no_sync(1)
+    check_no_sync(1, bf16={"enabled": True})
+
+
+def test_what_is_accumulated_without_a_reduction_can_be_read():
+    run_ranks(2, check_no_sync_in_stages)

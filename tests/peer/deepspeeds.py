@@ -74,13 +74,13 @@ class Names(ModuleType):
         ours = vars(self)["ours"]
         if ours is not None and hasattr(ours, name) and not isinstance(getattr(ours, name), ModuleType):
             return getattr(ours, name)
-        if ours is not None and isinstance(getattr(ours, name, None), ModuleType):
+        if ours is not None and isinstance(getattr(ours, name, _imported(f"{ours.__name__}.{name}")), ModuleType):
             return importlib.import_module(f"{self.__name__}.{name}")
         return Absent(f"{self.__name__}.{name}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         ours = vars(self).get("ours")
-        if isinstance(value, ModuleType) or ours is None or not hasattr(ours, name):
+        if isinstance(value, ModuleType) or name.startswith("__") or ours is None or not hasattr(ours, name):
             super().__setattr__(name, value)
         else:
             setattr(ours, name, value)

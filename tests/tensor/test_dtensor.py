@@ -636,6 +636,9 @@ def reading() -> None:
         assert float(total) == total.item() and bool((x > -100).all())
         assert f"{total.redistribute():.2f}" == f"{total.item():.2f}"
         assert (x == x).all() and torch.equal(x, x) and torch.allclose(x, x * 1)
+        # With a whole, plain tensor; all ranks have the same answer if it differs on one of them.
+        assert torch.equal(x, whole) and torch.equal(whole, x)
+        assert not torch.equal(whole + float(dist.get_rank() == 1), x)
         assert "DTensor" in repr(x) and x.stride() == whole.stride() and x.is_contiguous()
         assert (x + 1.5).dtype == torch.float32 and (2 - x).shape == (5, 4)
         equal(2 - x, 2 - whole)
@@ -753,6 +756,8 @@ def refusals() -> None:
         plain + x
     with pytest.raises(MixedTensorError, match=r"argument 0\[1\]"):
         torch.cat([x, plain])
+    with pytest.raises(MixedTensorError, match="equal: argument 1"):
+        torch.equal(x, x.to_local())
     for access in (
         lambda: x.numpy(),
         lambda: x.data_ptr(),

@@ -24,7 +24,7 @@ from terrazzo.engine.config import as_mapping
 from terrazzo.engine.lr import SchedulerLike
 from terrazzo.engine.optim import OptimizerLike, Parameters
 from terrazzo.engine.translate import without_unknown
-from terrazzo.errors import EngineConfigError
+from terrazzo.errors import EngineCallError, EngineConfigError
 
 
 def initialize(
@@ -76,7 +76,7 @@ def initialize(
         The engine, its optimizer, the data loader and the lr scheduler; None for those that do not exist.
     """
     if model is None:
-        raise EngineConfigError("initialize needs a model: pass model=")
+        raise EngineCallError("initialize needs a model: pass model=")
     if mpu is not None:
         raise EngineConfigError(
             "mpu is not supported: parallelize the model with terrazzo.tensor.parallel.parallelize_module, and pass it "

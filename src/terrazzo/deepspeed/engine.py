@@ -94,9 +94,8 @@ class DeepSpeedEngine(nn.Module):
         self.core.step(lr_kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
-        for parameter in self.module.parameters():
-            parameter.grad = None
+        """Clear the gradients, also those that were accumulated inside `no_sync()`."""
+        self.module.zero_grad(set_to_none)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed the model."""
@@ -296,6 +295,11 @@ class DeepSpeedEngine(nn.Module):
         self.core.reshard()
         set_model_state_dict(self.module, dict(state), options=StateDictOptions(strict=strict, full_state_dict=True))
         self.core.show()
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The engine's optimizer itself, of which `optimizer` is a view."""
+        return None if self.optimizer is None else self.core.optimizer
 
     def loss_scale(self) -> float:
         """The factor by which the loss is multiplied."""

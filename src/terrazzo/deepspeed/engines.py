@@ -9,7 +9,7 @@ from torch import Tensor
 
 from terrazzo.engine import Engine
 from terrazzo.engine.reports import CommsReport
-from terrazzo.fsdp.module import sharded_of, show_whole
+from terrazzo.fsdp.module import accumulated_gradient, sharded_of, show_whole
 from terrazzo.tensor import DTensor
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -44,6 +44,12 @@ def as_sharded(parameter: Tensor) -> Tensor:
         return parameter
     found = (sharded_of(engine.module, parameter) for engine in _engines)
     return next((p for p in found if p is not None), parameter)
+
+
+def accumulated(parameter: Tensor) -> Tensor | None:
+    """The gradient that this rank has added up inside `no_sync()`; None if there is none."""
+    found = (accumulated_gradient(engine.module, parameter) for engine in _engines)
+    return next((grad for grad in found if grad is not None), None)
 
 
 def is_whole(parameter: Tensor) -> bool:

@@ -67,12 +67,13 @@ def setting(config: Mapping[str, Any], name: str) -> Any:
     True
     """
     path, default = SETTINGS[name]
-    value: Any = config
-    for key in path.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            value = None
-            break
-        value = value[key]
+    section, _, key = path.rpartition(".")
+    inside: Any = config
+    for step in section.split(".") if section else ():
+        inside = inside.get(step) if isinstance(inside, Mapping) else None
+    names = (key, key.removeprefix("stage3_"), key.replace("16bit", "fp16"))  # today's name, and older ones
+    found = [inside[name] for name in names if name in inside] if isinstance(inside, Mapping) else []
+    value = found[0] if found else None
     if name == "zero_overlap_comm" and value is None:
         zero = config.get("zero_optimization")
         return isinstance(zero, Mapping) and zero.get("stage") == 3

@@ -7,6 +7,7 @@ is known: `deepspeed_keys` says how each is handled.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -306,6 +307,8 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
     """A config as a dict, from a mapping, JSON, or the path of a file with JSON; it may have comments.
 
+    What is not JSON is read as HJSON if the package hjson is installed.
+
     >>> as_mapping('{"train_batch_size": 4 /* on all ranks */}  // the rest is the default')
     {'train_batch_size': 4}
     """
@@ -314,14 +317,31 @@ def as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, 
     text = os.fspath(config)
     try:
         text = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
-        loaded = json.loads(_COMMENT.sub(lambda found: found["text"] or " ", text), object_pairs_hook=_each_once)
     except OSError as error:
         raise EngineConfigError(f"config: {text!r} is neither JSON nor a readable file: {error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise EngineConfigError(f"config: not valid JSON: {error}") from error
+    try:
+        loaded = json.loads(_COMMENT.sub(lambda found: found["text"] or " ", text), object_pairs_hook=_each_once)
+    except EngineConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
+        loaded = _from_hjson(text, error)
     if not isinstance(loaded, dict):
         raise EngineConfigError(f"config: the JSON must be an object, not a {type(loaded).__name__}")
     return loaded
+
+
+def _from_hjson(text: str, error: Exception) -> Any:
+    """What HJSON says: JSON with fewer quotes and commas; `error` is why it is not JSON."""
+    try:
+        import hjson
+    except ImportError:
+        raise EngineConfigError(f"config: not valid JSON: {error}; HJSON needs the package hjson") from error
+    try:
+        return hjson.loads(text, object_pairs_hook=_each_once)
+    except (hjson.HjsonDecodeError, RecursionError):
+        raise EngineConfigError(f"config: not valid JSON: {error}") from error
 
 
 def _check(config: EngineConfig) -> None:
@@ -332,6 +352,9 @@ def _check(config: EngineConfig) -> None:
             "config: bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states are not both true: the "
             "optimizer's states have the dtype of the parameters; set both, or none"
         )
+    for name in ("loss_scale", "min_loss_scale"):
+        if not math.isfinite(value := getattr(config.fp16, name)):
+            raise EngineConfigError(f"config: fp16.{name} must be finite, not {value}")
     if config.fp16.min_loss_scale > 2.0**config.fp16.initial_scale_power:
         raise EngineConfigError(
             f"config: fp16.min_loss_scale {config.fp16.min_loss_scale:g} is larger than the initial scale, "

@@ -38,7 +38,7 @@ from terrazzo.engine.sampler import ResumableSampler
 from terrazzo.engine.saving import find_to_load, load_engine, load_step, save_engine, save_step
 from terrazzo.engine.sequence import SharedSequences
 from terrazzo.engine.sparse import SparseEmbeddings
-from terrazzo.errors import EngineConfigError, EngineError
+from terrazzo.errors import EngineCallError, EngineConfigError, EngineError
 
 LOGGER = logging.getLogger("terrazzo.engine")
 
@@ -227,9 +227,14 @@ class Engine:
     def no_sync(self) -> Iterator[None]:
         """A block in which gradients are accumulated on each rank and not reduced; not in stages 2 and 3."""
         if self.stage >= 2:
-            raise EngineError(f"no_sync() needs whole gradients on every rank, and ZeRO stage {self.stage} shards them")
+            raise EngineCallError(
+                f"the no_sync context manager is incompatible with ZeRO stage {self.stage}: it needs whole gradients "
+                f"on every rank, and stage {self.stage} shards them; leave it out, or use stage 0 or 1"
+            )
         if not self._syncing:
-            raise EngineError("no_sync() inside no_sync(): enter it once")
+            raise EngineCallError(
+                "no_sync() inside no_sync(): no_sync context manager reentry is unsupported; enter it once"
+            )
         self._syncing = False
         try:
             yield
@@ -244,7 +249,10 @@ class Engine:
         """
         self._refuse_in_pipeline("step")
         if not self._syncing:
-            raise EngineError("step() inside no_sync(): gradients have not been reduced; call it after the block")
+            raise EngineCallError(
+                "It is illegal to call Engine.step() inside no_sync context manager, because gradients have not been "
+                "reduced: call it after the block"
+            )
         boundary = self.is_gradient_accumulation_boundary() or not self.config.managed_gradient_accumulation
         self.micro_steps += 1
         self.step_applied = False

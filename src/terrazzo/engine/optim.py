@@ -11,11 +11,11 @@ from torch import nn
 from terrazzo.engine.config import OptimizerConfig
 from terrazzo.engine.optimizers import Lamb, Lion
 from terrazzo.errors import EngineConfigError, EngineError
-from terrazzo.optim import Muon
+from terrazzo.optim import MuonWithAuxAdam
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-_OWN = {"lamb": Lamb, "fusedlamb": Lamb, "lion": Lion, "muon": Muon}
+_OWN = {"lamb": Lamb, "fusedlamb": Lamb, "lion": Lion}
 
 # What optimizers take: parameters, or param groups.
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -24,7 +24,6 @@ Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 _DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "adam": {"weight_decay": 0.0},
     "adamw": {"weight_decay": 0.0},
-    "muon": {"lr": 0.02, "weight_decay": 0.0},
 }
 
 
@@ -53,7 +52,51 @@ def make_optimizer(
         return given(trainable)
     if described is None:
         raise EngineConfigError("there is no optimizer: pass one, or describe it in config.optimizer")
+    if described.type.lower() == "muon":
+        return _muon(described.params, trainable, {id(p): name for name, p in model.named_parameters()})
     return _from_description(described, trainable)
+
+
+_OF_ADAM, _OF_MUON = ("betas", "eps", "adam_lr"), ("momentum", "muon_lr", "nesterov", "ns_steps", "adjust_lr_fn")
+
+
+def _muon(arguments: Mapping[str, Any], trainable: list[Any], names: Mapping[int, str]) -> MuonWithAuxAdam:
+    """Muon for matrices, and AdamW for vectors, embeddings and heads, or as the parameters' `use_muon` says."""
+    shared = dict(arguments)
+    if shared.pop("ns_method", "gram") not in ("gram", "standard"):
+        raise EngineConfigError(
+            f"config: optimizer.params.ns_method must be 'gram' or 'standard', not {arguments['ns_method']!r}"
+        )
+    adam = {name: shared.pop(name) for name in _OF_ADAM if name in shared}
+    muon = {name: shared.pop(name) for name in _OF_MUON if name in shared}
+    if unknown := shared.keys() - {"lr", "weight_decay"}:
+        raise EngineConfigError(
+            f"config: optimizer.params do not fit Muon: there is no {', '.join(sorted(unknown))}; there are lr, "
+            f"weight_decay, ns_method, {', '.join((*_OF_MUON, *_OF_ADAM))}"
+        )
+    muon = {**shared, **muon, "lr": muon.pop("muon_lr", shared.get("lr", 0.02))}
+    adam = {**shared, **adam, "lr": adam.pop("adam_lr", shared.get("lr", 3e-4))}
+    if "betas" in adam:
+        adam["betas"] = tuple(adam["betas"])
+    groups = []
+    for given in trainable if trainable and isinstance(trainable[0], dict) else [{"params": trainable}]:
+        for use_muon, options in ((True, muon), (False, adam)):
+            chosen = [p for p in given["params"] if _takes_muon(p, names[id(p)]) == use_muon]
+            if chosen:
+                groups.append({**options, **given, "params": chosen, "use_muon": use_muon})
+    return MuonWithAuxAdam(groups)
+
+
+def _takes_muon(parameter: nn.Parameter, name: str) -> bool:
+    chosen = getattr(parameter, "use_muon", None)
+    if chosen is None:
+        chosen = parameter.ndim >= 2 and not any(word in name.lower() for word in ("embed", "lm_head"))
+        if chosen and parameter.ndim == 4:
+            raise EngineConfigError(
+                f"config: optimizer.type Muon takes batches of matrices, but {name} has 4 dims, as the weight of a "
+                "convolution, which DeepSpeed flattens: set its `use_muon` to False, or to True if it is a batch"
+            )
+    return bool(chosen)
 
 
 def _from_description(described: OptimizerConfig, trainable: list[Any]) -> torch.optim.Optimizer:

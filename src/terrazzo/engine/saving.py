@@ -55,6 +55,7 @@ from terrazzo.errors import (
     CheckpointNotFoundError,
     DivergentValueError,
     EngineError,
+    EngineValueError,
 )
 
 Result = TypeVar("Result")
@@ -81,6 +82,8 @@ def save_engine(
     timeout: timedelta | None = None,
 ) -> Future[None]:
     """Save everything; the future is done once the checkpoint is committed and `latest` names it."""
+    if not save_dir:
+        raise EngineValueError(f"save_checkpoint needs a folder, but save_dir is {save_dir!r}; '.' is the current one")
     if not engine.between_steps:
         warnings.warn(
             f"save_checkpoint after micro-batch {engine.micro_steps % engine.batch.accumulation} of "

@@ -124,7 +124,10 @@ def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
         section = config.get(name)
         if isinstance(section, Mapping) and section.get("enabled", False) in (False, "auto"):
             # The rest of a disabled section is not used, and may be incomplete.
-            config[name] = {key: value for key, value in section.items() if key == "enabled"}
+            config[name] = {key: value for key, value in section.items() if key in ("enabled", "loss_scale")}
+        elif isinstance(section, Mapping) and section.get("loss_scale", 0) not in (0, "auto"):
+            # Nor is what a scale that adapts needs.
+            config[name] = {k: v for k, v in section.items() if k not in ("loss_scale_window", "min_loss_scale")}
     if isinstance(config.get("gradient_allreduce_op"), str):
         config["gradient_allreduce_op"] = config["gradient_allreduce_op"].lower()
     if "communication_data_type" in config:

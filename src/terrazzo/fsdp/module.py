@@ -380,6 +380,15 @@ def sharded_of(model: nn.Module, parameter: Tensor) -> Tensor | None:
     return None
 
 
+def accumulated_gradient(model: nn.Module, parameter: Tensor) -> Tensor | None:
+    """What this rank's backwards have added up for a parameter and not reduced, in either form of it; None: nothing."""
+    for group in _groups(model, True):
+        for param in group.params:
+            if parameter is param.unsharded or parameter is param.sharded:
+                return group.unit.accumulated(param)
+    return None
+
+
 def keep_state_dicts_sharded(group: Group) -> None:
     """Reshard before a state dict is made or loaded, so that state dicts always have sharded parameters.
 

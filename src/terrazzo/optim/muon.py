@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from terrazzo._torch.modules import state_maker_of
 from terrazzo.errors import OptimError, OptimValueError
 from terrazzo.layout import Shard
 from terrazzo.optim.owners import Owners
@@ -26,7 +27,8 @@ class Muon(torch.optim.Muon):
 
     Parameters may be sharded by `fully_shard`, by tensor parallelism, by both, or not at all. One of more than two dims
     is a batch of matrices, such as experts, which the last two dims are; each rank gets some of them whole, without
-    communication if it has them already. Use another optimizer for biases and embeddings.
+    communication if it has them already. Use another optimizer for biases and embeddings, or
+    `MuonWithAuxAdam`.
 
     >>> from terrazzo.fsdp import fully_shard
     >>> model = fully_shard(torch.nn.Linear(4, 3, bias=False))
@@ -38,11 +40,16 @@ class Muon(torch.optim.Muon):
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__([torch.zeros(1, 1, device="cpu")], *args, **kwargs)  # which takes matrices only
         torch.optim.Optimizer.__init__(self, params, self.defaults)
-        for p in (p for group in self.param_groups for p in group["params"] if p.ndim < 2):
-            raise OptimValueError(
-                f"Muon needs matrices, or batches of them, but got a parameter of shape {tuple(p.shape)}"
-            )
+        self._check()
         self._owners: dict[tuple[Any, ...], Owners] = {}
+
+    def _check(self) -> None:
+        groups = [group for group in self.param_groups if group.get("use_muon", True)]
+        for p in (p for group in groups for p in group["params"] if p.ndim < 2):
+            raise OptimValueError(
+                f"Muon needs matrices, or batches of them, but got a parameter of shape {tuple(p.shape)}: use another "
+                "optimizer for it, or MuonWithAuxAdam"
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -101,6 +108,60 @@ class Muon(torch.optim.Muon):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._owners = {}
+
+
+class MuonWithAuxAdam(Muon):
+    """Muon for some param groups, and AdamW for the others: each group says with `use_muon` which one it is.
+
+    Args:
+        param_groups: Groups with `params`, `use_muon`, and the arguments of `Muon` or of `torch.optim.AdamW`. What a
+            group does not have is lr 0.02, momentum 0.95 and weight_decay 0 for Muon, and lr 3e-4, betas (0.9, 0.95),
+            eps 1e-10 and weight_decay 0 for AdamW, as in the class of this name by the author of Muon.
+
+    >>> layer = torch.nn.Linear(4, 3)
+    >>> matrices = {"params": [layer.weight], "use_muon": True, "lr": 0.1}
+    >>> optimizer = MuonWithAuxAdam([matrices, {"params": [layer.bias], "use_muon": False}])
+    >>> layer(torch.randn(2, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> sorted(optimizer.state[layer.weight]), sorted(optimizer.state[layer.bias])
+    (['momentum_buffer'], ['exp_avg', 'exp_avg_sq', 'step'])
+    """
+
+    def __init__(self, param_groups: Iterable[dict[str, Any]]) -> None:
+        groups = []
+        for number, group in enumerate(param_groups):
+            if not isinstance(group, dict) or not isinstance(group.get("use_muon"), bool):
+                raise OptimValueError(f"param group {number} must have `use_muon`, True or False")
+            groups.append({**(_defaults_of_muon() if group["use_muon"] else _adam().defaults), **group})
+        torch.optim.Optimizer.__init__(self, groups, {})
+        self._owners = {}
+        self._check()
+
+    def _step(self, group: dict[str, Any]) -> None:
+        if group["use_muon"]:
+            super()._step(group)
+        else:
+            self._adam_of(group).step()
+
+    def _adam_of(self, group: dict[str, Any]) -> torch.optim.AdamW:
+        # No attribute: an optimizer that has optimizers inside cannot be copied without its parameters.
+        adam = _adam()
+        adam.param_groups, adam.state = [group], self.state
+        return adam
+
+    def _init_group(self, group: Any, params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]) -> bool:
+        """Create the state of a group's parameters; PyTorch's optimizers have this method, too."""
+        if group["use_muon"]:
+            return super()._init_group(group, params, grads, momenta)
+        return bool(state_maker_of(self._adam_of(group))(group, params, grads, [], [], [], []))
+
+
+def _adam() -> torch.optim.AdamW:
+    return torch.optim.AdamW([torch.zeros(1, device="cpu")], 3e-4, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+
+
+def _defaults_of_muon() -> dict[str, Any]:
+    return torch.optim.Muon([torch.zeros(1, 1, device="cpu")], lr=0.02, momentum=0.95, weight_decay=0.0).defaults
 
 
 def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -172,4 +233,4 @@ def _placed_as(local: Tensor, p: Tensor) -> Tensor:
     return wrap(local, p._layout)
 
 
-__all__ = ["Muon", "orthogonalised"]
+__all__ = ["Muon", "MuonWithAuxAdam", "orthogonalised"]

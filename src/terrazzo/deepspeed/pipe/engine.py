@@ -65,8 +65,13 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _joined(self, parts: list[Any]) -> Any:
         parts = [tuple(part) if isinstance(part, list) else part for part in parts]
-        joined = tree_map(lambda *tensors: torch.cat(tensors).to(self.core.device), *parts)
-        return joined
+
+        def join(*values: Any) -> Tensor:
+            if isinstance(values[0], Tensor):
+                return torch.cat(values).to(self.core.device)
+            return torch.tensor(values, device=self.core.device)  # labels that are numbers
+
+        return tree_map(join, *parts)
 
     def is_first_stage(self) -> bool:
         """Whether this rank's stage gets the inputs."""

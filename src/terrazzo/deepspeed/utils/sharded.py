@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.deepspeed.engines import as_sharded, engine_of, show_again
+from terrazzo.deepspeed.engines import accumulated, as_sharded, engine_of, show_again
 from terrazzo.errors import EngineValueError
 from terrazzo.tensor import DTensor, distribute_tensor
 
@@ -73,17 +73,22 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """The whole gradient, averaged over the ranks; None if there is none."""
-    param = as_sharded(param)
-    return None if param.grad is None else whole(param.grad) / _scale(param)
+    """The whole gradient, averaged over the ranks; None if there is none.
+
+    Inside `no_sync()` it is what this rank has accumulated.
+    """
+    sharded = as_sharded(param)
+    found = accumulated(param) if sharded.grad is None else sharded.grad
+    return None if found is None else whole(found) / _scale(sharded)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Replace the gradient."""
-    param = as_sharded(param)
-    if param.grad is None:
+    sharded = as_sharded(param)
+    found = accumulated(param) if sharded.grad is None else sharded.grad
+    if found is None:
         raise EngineValueError("the parameter has no gradient: set it between backward and step")
-    copy_into(param.grad, value * _scale(param))
+    copy_into(found, value * _scale(sharded))
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
+from typing import Any
 
 
 class ZeroStageEnum(IntEnum):
@@ -30,6 +31,16 @@ class OffloadStateTypeEnum(StrEnum):
     lp_params = "lp_params"
     lp_grads = "lp_grads"
     contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("DeepSpeedZeroConfig", "get_zero_config"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from terrazzo.deepspeed.runtime.config_utils import section_model  # needs pydantic
+
+    globals()["DeepSpeedZeroConfig"] = model = section_model("DeepSpeedZeroConfig", "zero_optimization")
+    globals()["get_zero_config"] = lambda param_dict: model(**param_dict.get("zero_optimization", {}))
+    return globals()[name]
 
 
 __all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum", "ZeroStageEnum"]

@@ -515,6 +515,10 @@ class Gradients:
             self._release_packed()
             self._running = None
 
+    def accumulated(self, param: ShardedParameter) -> Tensor | None:
+        """The gradient of a parameter that backwards have added up without reducing it."""
+        return self._accumulated.get(param, param.unsharded_local.grad)
+
     def abandon(self, params: set[ShardedParameter]) -> None:
         """Drop the gradients of these parameters that are not reduced yet."""
         for param in params.intersection(self.bucket.params):

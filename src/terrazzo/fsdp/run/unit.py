@@ -418,6 +418,10 @@ class Unit:
         """Whether there are gradients that are reduced over the shards, and not yet over the replicas."""
         return any(gradients.partial is not None for gradients in self.gradients)
 
+    def accumulated(self, param: ShardedParameter) -> Tensor | None:
+        """The gradient of a parameter that backwards have added up without reducing it."""
+        return next((g.accumulated(param) for g in self.gradients if param in g.bucket.params), None)
+
     def abandon(self, group: Group) -> None:
         """Drop the gradients of a group that are not reduced yet."""
         for gradients in self.gradients:

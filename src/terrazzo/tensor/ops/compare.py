@@ -17,8 +17,12 @@ from terrazzo.tensor.redistribute import redistribute_local
 
 @handler("equal")
 def equal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Each rank compares what it holds; one truth value is reduced."""
-    admitted = admit_plain_tensors("equal", args, kwargs)
+    """Each rank compares what it holds; one truth value is reduced.
+
+    A plain tensor of the whole shape is compared with the values of the DTensor.
+    """
+    args = sorted(args, key=lambda x: not isinstance(x, DTensor))
+    admitted = admit_plain_tensors("equal", args, kwargs, lambda plain: plain.shape == args[0].shape)
     first, second = admitted[0] if admitted is not None else args
     if first.shape != second.shape:
         return False
@@ -29,8 +33,10 @@ def equal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         mine = redistribute_local(first._local.detach(), first._layout, layout)
         other = redistribute_local(second._local.detach(), second._layout, layout)
         same = torch.tensor(torch.equal(mine, other), dtype=torch.int32, device=mine.device)
-        if layout.varying:
-            same = all_reduce(same, axis_of(layout.mesh, layout.varying), "min")
+        # Plain tensors may differ between replicas.
+        over = layout.varying if admitted is None else tuple(range(len(layout.mesh_shape)))
+        if over:
+            same = all_reduce(same, axis_of(layout.mesh, over), "min")
     return bool(same)
 
 
