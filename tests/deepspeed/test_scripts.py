@@ -188,6 +188,13 @@ def check_whole_tensors() -> None:
                 engine.module.head.bias.data[1:] = 5.0
         assert (type(weight).__name__ == "DTensor") is (stage == 3) and whole(weight).eq(2).all()
         assert whole(named["head.bias"])[1:].eq(5).all()
+        if stage == 3:
+            block = deepspeed.zero.GatheredParameters(list(engine.module.parameters()))
+            with pytest.raises(EngineError, match="run it outside"), block:
+                engine.module(torch.ones(1, 6))
+        with deepspeed.zero.unwrap_model_for_generation(engine) as model:
+            assert model is engine.module
+            model(torch.ones(1, 6))
         with deepspeed.zero.GatheredParameters(weight):
             assert (weight + 1).sum().item() == 63 and len(weight) == 3 and weight.tolist()[0][0] == 2
         x1, y1 = mine(x, y)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_modules_are_found_where_deepspeed_has_them():
 
 
 def test_an_import_of_what_is_absent_says_what_there_is():
-    for name in ("monitor", "linear", "sequence"):
+    for name in ("compression", "linear", "sequence"):
         with pytest.raises(ModuleNotFoundError, match=f"terrazzo.deepspeed has no {name}: {ABSENT[name]}"):
             importlib.import_module(f"terrazzo.deepspeed.{name}.layer")
     with pytest.raises(ModuleNotFoundError, match="1-bit optimizers are not supported"):
@@ -42,6 +43,25 @@ def test_an_import_of_what_is_absent_says_what_there_is():
     for name in ("nonsense", "runtime.nonsense", "utils.nonsense.more"):
         with pytest.raises(ModuleNotFoundError, match="No module named 'terrazzo.deepspeed.*lists what there is"):
             importlib.import_module(f"terrazzo.deepspeed.{name}")
+
+
+def test_monitors_of_a_config_write(tmp_path):
+    from terrazzo.deepspeed.monitor.csv_monitor import csvMonitor
+    from terrazzo.deepspeed.monitor.monitor import MonitorMaster
+
+    from terrazzo.deepspeed.utils.zero_to_fp32 import get_optim_files
+
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "one"}
+    monitors = deepspeed.DeepSpeedConfig({"train_batch_size": 1, "csv_monitor": section}).monitor_config
+    both = MonitorMaster(monitors), csvMonitor(monitors.csv_monitor)
+    for number, monitor in enumerate(both):
+        assert monitor.enabled
+        monitor.write_events([(f"Eval/loss{number}", torch.tensor(0.5), 8)])
+        assert (tmp_path / "one" / f"Eval_loss{number}.csv").read_text().split() == [f"step,loss{number}", "8,0.5"]
+    assert both[1].job_name == "one" and not MonitorMaster(deepspeed.DeepSpeedConfig({"train_batch_size": 1})).enabled
+    for number in (10, 9):
+        (tmp_path / f"zero_{number}_optim_states.pt").touch()
+    assert [Path(file).name for file in get_optim_files(tmp_path)] == [f"zero_{n}_optim_states.pt" for n in (9, 10)]
 
 
 def test_scripts_ask_what_there_is():

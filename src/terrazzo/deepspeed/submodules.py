@@ -12,6 +12,7 @@ from typing import Final
 # Our modules by their names in DeepSpeed, parents first.
 SUBMODULES: Final[Mapping[str, str]] = {
     "comm.comm": "comm",
+    **{f"monitor.{name}": "monitor" for name in ("config", "csv_monitor", "monitor", "tensorboard", "wandb")},
     "runtime.activation_checkpointing": "",
     "runtime.activation_checkpointing.checkpointing": "checkpointing",
     "runtime.dataloader": "dataloader",
@@ -47,11 +48,10 @@ ABSENT: Final[Mapping[str, str]] = {
     "compression": "DeepSpeed 0.19 has removed it",
     "autotuning": "it belongs to DeepSpeed's launcher",
     "profiling": "enable flops_profiler or comms_logger in the config",
-    "monitor": "enable tensorboard, wandb or csv_monitor in the config",
+    "monitor.comet": "enable tensorboard, wandb or csv_monitor in the config",
     "checkpoint": "`terrazzo convert` reads and writes DeepSpeed's checkpoints, universal ones too",
     "elasticity": "a checkpoint resumes on any number of ranks",
-    "env_report": "`terrazzo version` prints what is installed",
-    "launcher": "start scripts with torchrun or `terrazzo train`",
+    "launcher.multinode_runner": "`terrazzo deepspeed` starts ranks over ssh; or use `terrazzo train` in a cluster",
     "module_inject": "parallelize the model with terrazzo.tensor.parallel.parallelize_module",
     "nebula": "DeepSpeed 0.19 has removed it",
     "nvme": "there is no offload to NVMe; offload to the CPU",

@@ -94,20 +94,24 @@ def start(run: Run, tell: Callable[[Recovery], object] = lambda _: None) -> Endi
     After a failure all ranks are restarted, as often as the run's file allows; `tell` gets how long the recovery took,
     on the host of the first rank.
     """
+    ranks = run.config.ranks
+    return start_torchrun(torchrun_arguments(run), f"{ranks.hosts} hosts did not meet at {ranks.endpoint}", tell)
+
+
+def start_torchrun(arguments: list[str], not_met: str, tell: Callable[[Recovery], object] = lambda _: None) -> Ending:
+    """Run torchrun with these arguments until all ranks of this host have ended; `not_met` is the error if hosts do not
+    meet."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         with Watch(tell):
-            run_torchrun(parse_args(torchrun_arguments(run)))
+            run_torchrun(parse_args(arguments))
     except ChildFailedError as error:
         return _first_failure(error)
     except SignalException as error:
         return Ending(128 + error.sigval, f"it was ended by {signal.Signals(error.sigval).name}")
     except RendezvousError as error:
-        raise LaunchError(
-            f"{run.config.ranks.hosts} hosts did not meet at {run.config.ranks.endpoint}: {error}; start the same "
-            "command on all of them"
-        ) from error
+        raise LaunchError(f"{not_met}: {error}; start the same command on all of them") from error
     return Ending(0)
 
 

@@ -38,6 +38,7 @@ class DeepSpeedConfig:
         self.train_batch_size, self.train_micro_batch_size_per_gpu = batch.total, batch.micro
         self.gradient_accumulation_steps = batch.accumulation
         self.zero_config = self.checked.zero_optimization
+        self.monitor_config = self.checked  # which has the monitors' sections
         self.zero_optimization_stage = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -134,6 +135,12 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     model.load_state_dict(state, strict=False)
     return model
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
+    """The paths of the files of DeepSpeed's optimizer states in a folder, in the order of their numbers."""
+    found = Path(checkpoint_dir).glob("*_optim_states.pt")
+    return [str(path) for path in sorted(found, key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])]
 
 
 def _stored_as(dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype:

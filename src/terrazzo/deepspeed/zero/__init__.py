@@ -1,7 +1,13 @@
 """`deepspeed.zero`: creating models for sharding, and blocks in which parameters are whole."""
 
-from terrazzo.deepspeed.zero.gathered import GatheredParameters
+from terrazzo.deepspeed.zero.gathered import GatheredParameters, unwrap_model_for_generation
 from terrazzo.deepspeed.zero.init import Init, register_external_parameter
 from terrazzo.deepspeed.zero.status import ZeroParamStatus
 
-__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "register_external_parameter",
+    "unwrap_model_for_generation",
+]

@@ -6,7 +6,8 @@ the whole tensor instead; afterwards each rank takes its part of one rank's whol
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +21,7 @@ from terrazzo.deepspeed.engines import as_sharded, is_whole, reshard_all, show_a
 from terrazzo.deepspeed.utils.sharded import copy_into, whole
 from terrazzo.deepspeed.zero.status import mark_as_whole
 from terrazzo.engine.placing import on_device
-from terrazzo.errors import EngineValueError
+from terrazzo.errors import EngineError, EngineValueError
 from terrazzo.tensor import DTensor
 
 
@@ -87,6 +88,15 @@ class GatheredParameters:
             copy_into(parameter, _from_writer(parameter.detach().clone(), holders(parameter), self._writer))
 
 
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """The model of an engine, for `generate`; call that on all ranks.
+
+    DeepSpeed gathers all parameters for it; here each forward gathers what it needs.
+    """
+    yield getattr(model, "module", model)
+
+
 def holders(parameter: Tensor) -> DeviceMesh | None:
     """The ranks that hold a parameter; None: all."""
     if isinstance(parameter, DTensor):
@@ -136,6 +146,11 @@ class _Gathered(DTensor):
         # PyTorch looks these up to find out what kind of tensor it is.
         if name in ("__class__", "__torch_function__", "__torch_dispatch__"):
             return object.__getattribute__(self, name)
+        if name == "_local":  # which its module asks for before a forward
+            raise EngineError(
+                "a module ran inside GatheredParameters, which is for reading and writing its parameters: run it "
+                "outside of the block, where each forward gathers what it needs, also in generate()"
+            )
         return getattr(_faces[id(self)], name)
 
     @classmethod
@@ -157,4 +172,4 @@ for _name in ("__repr__", "__format__", "__len__", "__iter__", "__bool__", "__in
 for _name in ("__contains__", "__deepcopy__", "__reduce_ex__", "__array__"):
     setattr(_Gathered, _name, _as_the_face(_name))
 
-__all__ = ["GatheredParameters"]
+__all__ = ["GatheredParameters", "unwrap_model_for_generation"]

@@ -1,0 +1,1 @@
+"""What DeepSpeed's command understands: its options and host files. `terrazzo deepspeed` starts the ranks."""
