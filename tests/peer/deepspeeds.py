@@ -57,6 +57,8 @@ FILES = [
     *("profiling", "utils"),
 ]
 PAGE = Path(__file__).parents[2] / "docs" / "deepspeed.md"
+# Numbers of DeepSpeed's inside, by which tests choose the sizes of their models.
+NUMBERS = {"deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": 1024 * 1024}
 SECONDS = 90.0  # that the ranks of a test may take
 
 
@@ -76,7 +78,7 @@ class Names(ModuleType):
             return getattr(ours, name)
         if ours is not None and isinstance(getattr(ours, name, _imported(f"{ours.__name__}.{name}")), ModuleType):
             return importlib.import_module(f"{self.__name__}.{name}")
-        return Absent(f"{self.__name__}.{name}")
+        return NUMBERS.get(full := f"{self.__name__}.{name}") or Absent(full)
 
     def __setattr__(self, name: str, value: Any) -> None:
         ours = vars(self).get("ours")
