@@ -75,10 +75,22 @@ def ring_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     shape = (*query.shape[:-1], value.shape[-1])
     if mask is not None:
+        mask = mask if mask.dtype == torch.bool else _near_zero(mask)
         mask = _in_four_dims(mask.expand(*(query.shape[:-2] if query.dim() > 4 else mask.shape[:-2]), *mask.shape[-2:]))
     rows = [_in_four_dims(t if t.stride(-1) == 1 else t.contiguous()) for t in (query, key, value)]
     result: Tensor = _RingAttention.apply(*rows, ring, is_causal, scale, mask)
     return result.view(shape)
+
+
+def _near_zero(mask: Tensor) -> Tensor:
+    """An additive mask that gives the same softmax, without rows that are far from zero everywhere.
+
+    Such a row, of a query that -1e9 hides from all keys, has a `log_sum` from whose size the number of its keys cannot
+    be told.
+    """
+    top = mask.amax(-1, keepdim=True)
+    is_far = (top.abs() > 1000) & (top > torch.finfo(mask.dtype).min / 2)
+    return mask - torch.where(is_far, top, 0.0)
 
 
 def _in_four_dims(x: Tensor) -> Tensor:
