@@ -32,7 +32,8 @@ fails = dist.get_rank() == args.fail
 dist.destroy_process_group()
 if args.fail >= 0:
     sys.exit(7 if fails else 0)
-print("sum", int(rank), "local", args.local_rank, args.deepspeed_config, os.environ.get("UCX_MINE"), flush=True)
+line = f"sum {int(rank)} local {args.local_rank} {args.deepspeed_config} {os.environ.get('UCX_MINE')}"
+sys.stdout.write(line + "\\n")  # in one piece: ranks share the output
 """
 
 
