@@ -29,7 +29,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
 from terrazzo.errors import DeviceBuildError
-from terrazzo.fsdp.run import forming
+from terrazzo.fsdp import group
 from terrazzo.tensor import DTensor
 from terrazzo.testing import Outcome, RanksFailed, late, run_fresh
 from terrazzo.testing.late import build
@@ -188,14 +188,14 @@ def _call(request: Request, way: Way) -> Any:
     if _device is None:
         _device = _start(way.backend_name)
     on_device = functools.partial(_on, _device, request, way.elsewhere)
-    known = forming.COALESCE_BYTES
-    forming.COALESCE_BYTES = known if way.coalesces else 0
+    known = group.COALESCE_BYTES
+    group.COALESCE_BYTES = known if way.coalesces else 0
     try:
         with _recorded() as bits, late.checked(way.mode):
             value = _in_thread(on_device) if way.in_thread else on_device()
             value = tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, value)
     finally:
-        forming.COALESCE_BYTES = known
+        group.COALESCE_BYTES = known
     return value, bits
 
 

@@ -19,6 +19,7 @@ from fsdp.plan_checker import check, plan_steps
 from terrazzo.comm import add_observer, remove_observer
 from terrazzo.fsdp import fully_shard, trace
 from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.plan.state import Where
 from terrazzo.fsdp.run.root import root_of
 from terrazzo.tensor import DTensor
 
@@ -136,6 +137,12 @@ def train_alike(
         train_beside(model, reference, optimizer, steps, clip, tolerance)
     assert_same_parameters(model, reference, tolerance)
     return model
+
+
+def where_of(module: Any) -> Where:
+    """The state of a sharded module's parameters."""
+    unit = group_of(module).unit
+    return root_of(group_of(module)).state.where[unit.index]
 
 
 @contextmanager

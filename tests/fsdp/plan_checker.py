@@ -185,7 +185,7 @@ def plan_steps(spec: Spec, steps: int, *, micro_batches: int = 1) -> Plan:
                     stale = [u for u, where in enumerate(state.where) if where is not Where.SHARDED]
                     event = (*event[:3], tuple(stale) if epoch and batch == 0 else ())
                 elif event[0] is Event.BACKWARD_ENDS:
-                    event = (*event[:2], batch == micro_batches - 1, *event[3:])
+                    _, state = advance(spec, order, state, (Event.LAST, batch == micro_batches - 1))
                 operations, state = advance(spec, order, state, event)
                 found += [replace(each, epoch=epoch) if each.kind is Kind.GATHER else each for each in operations]
         found += writes(spec, epoch + 1)

@@ -11,20 +11,17 @@ import terrazzo.fsdp
 # At most so many, by class: what a unit is doing is in the planner's `State`, which is a value. Lower them when fewer
 # are left; a new one needs a reason.
 MOST = {
-    "Backward": 1,
-    "Bucket": 5,
+    "Bucket": 4,
     "Course": 1,
-    "Executor": 4,
+    "Executor": 1,
     "Gradients": 4,
-    "Group": 5,
+    "Group": 4,
     "Hooks": 1,  # what classes return; an object for each parameter
     "Kept": 1,
-    "Registration": 2,
-    "ReturnableMemory": 1,
-    "Root": 8,
+    "Registration": 1,
+    "Root": 5,
     "ShardedParameter": 5,
-    "Streams": 1,
-    "Unit": 9,
+    "Unit": 3,
 }
 
 
@@ -75,7 +72,7 @@ def test_few_fields_are_changed_after_construction():
     found = changed_fields(Path(terrazzo.fsdp.__file__).parent)
     more = {name: names for name, names in found.items() if len(names) > MOST.get(name, 0)}
     assert not more, "what can be a value, should be"
-    assert sum(map(len, found.values())) <= sum(MOST.values()) == 48
+    assert sum(map(len, found.values())) <= sum(MOST.values()) == 30
 
 
 def test_what_counts(tmp_path):

@@ -12,11 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.compare import Counted, Model, adamw, apart, assert_same_parameters, batches, loss_of, mine, shard_blocks
+from fsdp.compare import (
+    Counted,
+    Model,
+    adamw,
+    apart,
+    assert_same_parameters,
+    batches,
+    loss_of,
+    mine,
+    shard_blocks,
+    where_of,
+)
 from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, trace
-from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.plan.state import Where
 from terrazzo.fsdp.run import executor
 from terrazzo.fsdp.run.root import Root
 from terrazzo.tensor import DTensor, Replicate, init_device_mesh
@@ -259,7 +270,7 @@ def check_not_recursive() -> None:
     model.set_requires_gradient_sync(True, recurse=False)
     model.set_reshard_after_backward(False, recurse=False)
     loss_of(model, mine(x), mine(y)).backward()
-    kept = [group_of(module).unit.resting for module in (model, model.blocks[0])]
+    kept = [where_of(module) is Where.RESTING for module in (model, model.blocks[0])]
     assert kept == [True, False]
     assert model.head.weight.grad is not None
 

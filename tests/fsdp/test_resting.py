@@ -11,10 +11,21 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.compare import Counted, Model, adamw, assert_same_parameters, batches, loss_of, mine, shard_blocks, whole
+from fsdp.compare import (
+    Counted,
+    Model,
+    adamw,
+    assert_same_parameters,
+    batches,
+    loss_of,
+    mine,
+    shard_blocks,
+    where_of,
+    whole,
+)
 from ranks import run_ranks
 from terrazzo.fsdp import FSDPModule, fully_shard
-from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.plan.state import Where
 from terrazzo.tensor import DTensor
 
 pytestmark = pytest.mark.on_late
@@ -145,7 +156,7 @@ def check_views() -> None:
     loss_of(model, mine(x), mine(y)).backward()
     with torch.no_grad():
         model(mine(x))
-    assert group_of(model).unit.resting
+    assert where_of(model) is Where.RESTING
     outer: Any = fully_shard(nn.Sequential(model, nn.Linear(3, 3)))
     assert outer(mine(x)).shape == (4, 3)
 

@@ -118,6 +118,10 @@ class Watch:
         self._asks = False  # the other ranks what they have written
         self.has_agreed = self._axis is None  # whether a comparison has found no difference yet
 
+    def follow(self, streams: Streams | None) -> None:
+        """Compare on these streams from now on."""
+        self.streams = streams
+
     def note(self, unit: Named, what: str) -> None:
         """Record that this rank runs a module, or starts a collective."""
         if len(self._ranks) < 2:

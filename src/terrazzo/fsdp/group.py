@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -17,8 +17,19 @@ from terrazzo.fsdp.settings import Options, Settings
 
 ATTRIBUTE = "_terrazzo_fsdp_group"
 
+# The most bytes of parameters of consecutive small groups that share messages, unless users set another limit.
+COALESCE_BYTES = 4 << 20
+
 # The number of groups so far, by the process group of the ranks that shard them.
 _made: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+class Place(NamedTuple):
+    """Where a group is in a model."""
+
+    root: Any = None  # the `Root`, once the outermost module is known
+    index: int = 0  # the group's number there
+    name: str = ""  # that of its first module
 
 
 class Group:
@@ -34,13 +45,12 @@ class Group:
         self.modules = tuple(modules)
         self.params = tuple(params)
         self.settings = settings
-        self.name = ""
+        self.place = Place()
         self.number = 0  # among the groups of one process group, which its ranks make in the same order
         shared = settings.mesh.shard.group
         if shared is not None:
             self.number = _made[shared] = _made.get(shared, 0) + 1
         self.unit: Any = None  # the `Unit` that gathers and reduces it
-        self.root: Any = None  # the `Root` of the model, once the outermost module is known
         self.inner: dict[DataMesh, InnerMesh] = {}  # smaller meshes of `reshard_after_forward=N`
         if type(reshard_after_forward) is int:
             found = {mesh: InnerMesh.of(mesh, reshard_after_forward) for mesh in self.meshes}
@@ -54,13 +64,17 @@ class Group:
         )
         # gloo takes the processor's time for a reduction, so on CPU the next backward had better not wait for it.
         on_cpu = settings.mesh.device.type == "cpu"
-        self.options = Options(reduce_buffers=2 if on_cpu else 1, auto_reshard=automatic)
+        self.options = Options(2 if on_cpu else 1, COALESCE_BYTES, auto_reshard=automatic)
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
 
-    def rename(self, name: str) -> None:
-        """Take the name that its first module has in the model."""
-        self.name = name
+    @property
+    def root(self) -> Any:
+        return self.place.root
+
+    @property
+    def name(self) -> str:
+        return self.place.name
 
     @property
     def meshes(self) -> list[DataMesh]:

@@ -169,8 +169,7 @@ class FSDPModule(_Module):
         """
         if nbytes < 0:
             raise FSDPValueError(f"nbytes must be a number of bytes, 0 or more, not {nbytes}")
-        root = root_of(_group(self))
-        root.coalesce(nbytes)
+        root_of(_group(self)).coalesce(nbytes)
 
     # ------------------------------------------------------------------ gradients
 
@@ -228,7 +227,7 @@ class FSDPModule(_Module):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last before the optimizer's step: it then waits for all reductions."""
-        root_of(_group(self)).is_last_backward = is_last_backward
+        root_of(_group(self)).set_is_last(bool(is_last_backward))
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients that backwards without gradient sync have accumulated. Call it on the root.
@@ -245,7 +244,7 @@ class FSDPModule(_Module):
         """
         streams = root_of(_group(self)).streams
         if streams is not None:
-            streams.post_optim_event = event
+            streams.follow(event)
 
     # ------------------------------------------------------------------ communication
 
@@ -375,7 +374,8 @@ def sharded_of(model: nn.Module, parameter: Tensor) -> Tensor | None:
     for group in _groups(model, True):
         for param in group.params:
             if parameter is param.unsharded or parameter is param.sharded:
-                group.unit.save_writes()
+                if group.root is not None:
+                    group.root.save_writes(group.unit)
                 return param.sharded
     return None
 

@@ -107,7 +107,7 @@ def report(model: nn.Module) -> Report:
     units = {unit.index: unit for unit in root.units if unit.params and inside.intersection(unit.modules)}
     groups = [_group_report(unit, plan.spec) for unit in units.values()]
     peak = peak_of([each for each in plan.operations if each.unit in units], plan.spec)
-    return Report(groups, sum(group.held for group in groups) + peak, root.coalesce_bytes)
+    return Report(groups, sum(group.held for group in groups) + peak, root.tops[0].options.coalesce_bytes)
 
 
 def _group_report(unit: Unit, spec: Spec) -> GroupReport:

@@ -104,6 +104,7 @@ class Options:
     """The settings of a group that users change, without its switches."""
 
     reduce_buffers: int  # buffers of packed gradients that may be in reduction when the next is packed
+    coalesce_bytes: int  # of parameters in a unit of several groups, at most
     apart: bool = False  # whether it always has a unit of its own, because the user has unsharded it
     auto_reshard: bool = False  # whether only the root is not resharded after forward
     forward_prefetch: tuple[Any, ...] | None = None  # groups

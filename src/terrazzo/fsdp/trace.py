@@ -32,7 +32,7 @@ from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.timeline import Collective, Timeline, frame_of
 
 # Operations in which shards may be written: with what users wrote to unsharded parameters, or in hooks on gradients.
-_WRITE = frozenset([Kind.FREE, Kind.KEEP, Kind.HAND_OVER])
+_WRITE = frozenset([Kind.REST, Kind.FREE, Kind.KEEP, Kind.HAND_OVER])
 
 
 class Trace:
@@ -145,7 +145,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     """
     _, root = sharded(model, "trace")
     found = Trace(root)
-    before, root.executor.observer = root.executor.observer, found.ran
+    root.observers.append(found.ran)
     add_observer(found._started)
     observe.add_end_observer(found._ended)
     try:
@@ -153,4 +153,4 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     finally:
         observe.remove_end_observer(found._ended)
         remove_observer(found._started)
-        root.executor.observer = before
+        root.observers.remove(found.ran)

@@ -72,10 +72,11 @@ class _Planner:
         self.changes["outermost"] = module
         if not in_backward:
             self.changes["entered"] = 0
-        elif self.state.in_backward:  # this model's, where it is computed again
-            return
         for unit in written:
             self._free(unit)
+        self._show_all()
+        if in_backward and self.state.in_backward:  # this model's, where it is computed again
+            return
         self._follow()
 
     def enter(self, module: int, in_backward: bool) -> None:
@@ -143,6 +144,7 @@ class _Planner:
         self.changes["in_backward"] = True
 
     def reach(self, unit: int, before: tuple[int, ...]) -> None:
+        self._show_all()
         self._begin_backward()
         self.phase[unit] = Phase.BACKWARD
         self.needed.discard(unit)
@@ -159,6 +161,7 @@ class _Planner:
         self._use(unit, takes="gradients" if spec.trainable else "")  # the first may be there at once
 
     def reach_end(self, unit: int) -> None:
+        self._show_all()
         self._begin_backward()
         self._leave_backward(unit)
 
@@ -179,7 +182,13 @@ class _Planner:
             kept, given = ("accumulated", "gradients") if spec.sizes.accumulated else ("gradients", "")
             self._emit(Kind.ACCUMULATE, unit, f"gradients -> {kept}", takes=kept if given else "", gives=given)
 
-    def backward_ends(self, with_gradients: tuple[int, ...], last: bool, graph: bool = False) -> None:
+    def record(self) -> None:
+        self.changes["records_graph"] = True
+
+    def backward_ends(self, with_gradients: tuple[int, ...]) -> None:
+        # A backward through this one's graph may begin inside modules that this one did not leave: nothing would tell,
+        # so they stay unsharded. If their parameters got gradients, those are what was asked for.
+        graph = self.state.records_graph
         self._begin_backward()
         for unit in reversed(range(len(self.where))):
             spec = self.spec.units[unit]
@@ -188,10 +197,10 @@ class _Planner:
                 self._leave_backward(unit, keep=graph and unit not in with_gradients)
             elif spec.reshard_after_backward or self._is_gathering(unit):
                 self._free(unit)
-        self.changes["in_backward"] = False
-        if last:
+        self.changes.update(in_backward=False, records_graph=False)
+        if self.state.is_last:
             self._end_reductions()
-            self.changes["ended"] = ()
+            self.changes.update(ended=(), awaits_step=True)
 
     def follow(self) -> None:
         if self.spec.streams:
@@ -201,6 +210,22 @@ class _Planner:
         self._gather(unit)
         self._copy_out(unit)
         self._use(unit)
+
+    # ------------------------------------------------------------------ between steps
+
+    def last(self, is_last: bool) -> None:
+        self.changes["is_last"] = is_last
+
+    def rest(self, units: tuple[int, ...]) -> None:
+        for unit in units:
+            if self.where[unit] is Where.UNSHARDED:
+                self.where[unit] = Where.RESTING
+                self._emit(Kind.REST, unit, "" if self.spec.units[unit].aliased else "unsharded -> shard")
+            elif self.where[unit] is Where.INNER:
+                self._emit(Kind.REST, unit)
+
+    def step(self) -> None:
+        self.changes["awaits_step"] = False
 
     # ------------------------------------------------------------------ by hand
 
@@ -233,6 +258,7 @@ class _Planner:
 
     def _gather(self, unit: int, why: str = "unshard") -> None:
         """Start to gather the unit, if it is sharded."""
+        self._show(unit)
         spec, where = self.spec.units[unit], self.where[unit]
         if spec.sizes is None or where not in (Where.SHARDED, Where.INNER):
             return
@@ -270,6 +296,16 @@ class _Planner:
         uses = "gathered -> unsharded"
         self._emit(Kind.COPY_OUT, unit, uses, takes="unsharded", gives=given, waits=gathered, records=COPIED)
 
+    def _show(self, unit: int) -> None:
+        """Register the unsharded parameters of a unit that rests: they are about to be used."""
+        if self.where[unit] is Where.RESTING:
+            self.where[unit] = Where.UNSHARDED
+            self._emit(Kind.SHOW, unit)
+
+    def _show_all(self) -> None:
+        for unit in range(len(self.where)):
+            self._show(unit)
+
     def _use(self, unit: int, takes: str = "") -> None:
         """Forward or backward computes with the unit's parameters."""
         there = self.where[unit] is Where.UNSHARDED
@@ -295,16 +331,16 @@ class _Planner:
             return
         self.where[unit] = Where.SHARDED
         if self.spec.units[unit].aliased:
-            if where is Where.UNSHARDED:
+            if where.is_whole:
                 self._emit(Kind.FREE, unit)
             return
         if where in (Where.GATHERING, Where.GATHERING_INNER):
             # One of these may have no memory yet.
             self._emit(Kind.DISCARD, unit, gives="gathered, unsharded", waits=("gathered",))
-        if where is Where.UNSHARDED:
+        if where.is_whole:
             self._emit(Kind.FREE, unit, "unsharded -> shard", gives="unsharded", records="freed")
         elif where is not Where.GATHERING:
-            self._emit(Kind.FREE, unit, gives="kept", records="freed")
+            self._emit(Kind.DROP, unit, gives="kept", records="freed")
 
     def _keep(self, unit: int) -> None:
         if self.where[unit] is not Where.UNSHARDED or self.spec.units[unit].aliased:

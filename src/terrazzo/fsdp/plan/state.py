@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
@@ -15,6 +15,12 @@ class Where(IntEnum):
     UNSHARDED = 2
     INNER = 3  # sharded over the smaller mesh
     GATHERING_INNER = 4  # being gathered over the smaller mesh
+    RESTING = 5  # the sharded parameters are registered, although the unsharded ones have memory
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the unsharded parameters have values."""
+        return self is Where.UNSHARDED or self is Where.RESTING
 
 
 class Phase(IntEnum):
@@ -43,7 +49,11 @@ class Event(Enum):
     FORWARD_ENDS = "the outermost forward has ended"  # whether in backward
     REACH = "backward reaches a unit's outputs"  # unit, units whose forwards had ended before, the latest first
     REACH_END = "backward leaves a unit's inputs"  # unit
-    BACKWARD_ENDS = "backward has ended"  # units with gradients, whether it was the last; whether a graph was recorded
+    RECORD = "this backward records a graph, through which another one may run"
+    BACKWARD_ENDS = "backward has ended"  # units with gradients
+    LAST = "it is known whether backwards are the last before an optimizer's step"  # whether they are
+    REST = "optimizers and users are to see sharded parameters"  # of these units
+    STEP = "an optimizer steps"
     FOLLOW = "shards were written after the step had begun"
     RECOMPUTE = "the forward of a unit is computed again in its backward"  # unit
     UNSHARD = "the user asks for a gather"  # unit, whether outside of any forward and backward
@@ -65,10 +75,17 @@ class State:
     entered: int = 0  # the number of units that this forward has entered
     ended: tuple[int, ...] = ()  # units whose forwards have ended, the latest first: their backwards come in this order
     in_backward: bool = False
+    records_graph: bool = False  # whether another backward may run through this one
     reducing: tuple[Reducing, ...] = ()  # the oldest first
     needed: frozenset[int] = frozenset()  # units in forward that must stay unsharded afterwards
+    is_last: bool = True  # whether backwards are the last before an optimizer's step
+    awaits_step: bool = False  # whether gradients wait for that
 
     @staticmethod
     def first(units: int) -> State:
         """The state in which everything is sharded."""
         return State((Where.SHARDED,) * units, (Phase.IDLE,) * units, (0,) * units)
+
+    def anew(self) -> State:
+        """The same after a failure: what is between steps stays."""
+        return replace(State.first(len(self.where)), is_last=self.is_last, awaits_step=self.awaits_step)

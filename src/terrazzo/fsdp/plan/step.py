@@ -58,8 +58,6 @@ def plan_step(spec: Spec, events: Events) -> Plan:
     for event in events:
         if event[0] is Event.FORWARD and not event[2]:
             event = (*event[:3], ())
-        elif event[0] is Event.BACKWARD_ENDS:
-            event = (*event[:2], True, *event[3:])
         operations, state = advance(spec, order, state, event)
         found += operations
     return Plan(spec, (*found, *writes(spec, 1)))
@@ -127,7 +125,7 @@ def expected(spec: Spec, run: Run) -> Events:
     for event in reversed(course.events):
         if state.phase[event[1]] is (Phase.IDLE if event[0] is Event.REACH else Phase.BACKWARD):
             tell(*event)
-    tell(Event.BACKWARD_ENDS, (), True)
+    tell(Event.BACKWARD_ENDS, ())
     return tuple(events)
 
 

@@ -25,11 +25,11 @@ class Backward:
         # an accelerator have another thread than the forwards.
         self.staying: set[int] = set()
         self._unnoticed: list[str] = []  # the names of those through which it ran without notice
-        self.records_graph = False  # for another backward to run through
 
     def come_to(self, spot: Spot | None, records_graph: bool) -> None:
         """Called when backward comes to a spot: do what lies before it, which this rank's loss does not depend on."""
-        self.records_graph = self.records_graph or records_graph
+        if records_graph and not self._root.state.records_graph:
+            self._root.advance_without_graph((Event.RECORD,))
         if spot is None:  # not in a forward
             return
         course, at = spot
@@ -68,7 +68,7 @@ class Backward:
                     self._look_for_unnoticed(unit)
                 self._reach(unit, *more)
             elif kind is Event.REACH_END and phase is Phase.BACKWARD:
-                if not (self.records_graph and unit in self.reached):  # backward through this one may be in it
+                if not (root.state.records_graph and unit in self.reached):  # backward through this one may be in it
                     root.advance_without_graph((kind, unit))
 
     def reach(self, unit: int, before: tuple[int, ...]) -> None:
@@ -104,6 +104,10 @@ class Backward:
             if index not in self.reached:
                 self._look_for_unnoticed(index)
         return found
+
+    def passed(self) -> set[int]:
+        """The units that it may have run through, on any rank."""
+        return self.reached.union(event[1] for course in self._courses for event in course.events)
 
     def _waits_for_replicas(self, unit: Unit) -> bool:
         """Whether a unit has gradients from an earlier backward that must be reduced over the replicas now."""

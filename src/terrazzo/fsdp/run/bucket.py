@@ -61,6 +61,7 @@ class _Seen(NamedTuple):
     counted: list[int]
     versions: list[int]
     uses: int
+    filled: list[int]  # the shards' version counters when the unsharded parameters got their values
 
 
 class Bucket:
@@ -69,8 +70,7 @@ class Bucket:
     _shards: _Shards
     _whole: _Whole | None = None  # once the shards have values
     _epochs_before: int = 0  # writes to former buffers, and writes that no version counter counts
-    _seen: _Seen = _Seen([], [], -1)
-    _filled: Sequence[int] = ()  # the shards' version counters when the unsharded parameters got their values
+    _seen: _Seen = _Seen([], [], -1, [])
 
     def __init__(self, params: Sequence[ShardedParameter], settings: Settings, equal: bool) -> None:
         """Takes the values of parameters that are not sharded yet from their `unsharded_local`, and creates the sharded
@@ -191,10 +191,11 @@ class Bucket:
         The unsharded parameters are about to get new values, of which their own version counters know nothing. A graph
         that needs the former ones then raises, as on one device, instead of using the new ones.
         """
-        before, self._filled = self._filled, [version_of(p.sharded._local) for p in self.params]
-        if self._filled == before or not before or not self._seen.counted:  # there are none yet
+        before, now = self._seen.filled, [version_of(p.sharded._local) for p in self.params]
+        self._seen = self._seen._replace(filled=now)
+        if now == before or not before or not self._seen.counted:  # there are none yet
             return
-        written = [i for i, version in enumerate(self._filled) if version != before[i]]
+        written = [i for i, version in enumerate(now) if version != before[i]]
         increment_version([self.params[i].unsharded_local for i in written])
         for i in written:
             self._seen.counted[i] += 1
@@ -279,7 +280,7 @@ class Bucket:
     def _remember_writes(self) -> None:
         locals_ = [p.unsharded_local for p in self.params]
         counted, versions = [writes_to(local) for local in locals_], [version_of(local) for local in locals_]
-        self._seen = _Seen(counted, versions, -1 if was_asked(locals_) else uses.count)
+        self._seen = _Seen(counted, versions, -1 if was_asked(locals_) else uses.count, self._seen.filled)
 
     def save_writes(self, current: bool) -> list[str]:
         """Copy to the shards what users have written to the unsharded parameters, where PyTorch has counted that, or
@@ -298,14 +299,14 @@ class Bucket:
             return []
         if not written or not current:
             return []
-        chunks = self.plan.own_chunks(self.unsharded_locals())
+        chunks, filled = self.plan.own_chunks(self.unsharded_locals()), self._seen.filled
         with torch.no_grad():
             for i in written:
                 local = self.params[i].sharded._local
-                was_filled = bool(self._filled) and self._filled[i] == version_of(local)
+                was_filled = bool(filled) and filled[i] == version_of(local)
                 self._write(i, chunks[i])
                 if was_filled:  # the unsharded parameter has this value already
-                    self._filled = [*self._filled[:i], version_of(local), *self._filled[i + 1 :]]
+                    filled[i] = version_of(local)
         return [self.params[i].name for i in written]
 
     def note_write(self, i: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -24,14 +23,14 @@ class Comm:
     user's own and for special memory sections have equal length. All ranks must call them in the same order with the
     same plans."""
 
-    def __init__(self, group: Group, tag: int = FIRST_TAG, careful: Callable[[], bool] = lambda: False) -> None:
-        """`group` is the unit's first one. `careful()` returns whether ranks may be about to call different
-        collectives; then messages with tags are used, which cannot be mixed up. `tag` is the first of these."""
-        self._group, self._tag, self._careful = group, tag, careful
+    def __init__(self, group: Group) -> None:
+        """`group` is the unit's first one."""
+        self._group = group
 
     def tag(self, bucket: int) -> int:
         """The tag of a bucket's gather; the next one is that of its reduction."""
-        return self._tag + bucket % 8 * 2
+        root, index, _ = self._group.place
+        return FIRST_TAG + root.number % 4096 * (1 << 17) + index % (1 << 13) * 16 + bucket % 8 * 2
 
     def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int, like: Tensor | None = None) -> Pending[Tensor]:
         """Start to gather the sections of all ranks; `part` is this rank's. The result has the dtype and device of
@@ -39,7 +38,9 @@ class Comm:
         options, wanted = self._group.options, part if like is None else like
         own, staging = options.all_gather, staging_for(options, axis, wanted.device)
         if axis.group is None or (own is None and staging is None and (options.buffers is None or axis.size == 1)):
-            return start_gather(part, axis, plan, tag, self._careful(), like)
+            # Until ranks have compared what they run, they may be about to call different collectives: messages with
+            # tags cannot be mixed up.
+            return start_gather(part, axis, plan, tag, not self._group.root.watch.has_agreed, like)
         report_collective("all_gather", axis, plan, wanted, None)
         gathered = empty_for("gathered", options, plan.total, wanted.dtype, wanted.device, axis)
         if staging is not None:

@@ -6,7 +6,7 @@ calls. From then on the event costs one look-up in a dict, and the calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import Any
@@ -26,6 +26,9 @@ from terrazzo.fsdp.run.unit import Unit
 
 Call = Callable[[], bool | None]  # False: it has written nothing, so nobody need wait for its mark
 
+# Called after an operation, or after its start if it does not run on the host, with the time when it began.
+Observer = Callable[[Operation, float], None]
+
 _MANY = 4096  # states in the cache; a model whose modules always run in new orders always has new states
 
 
@@ -40,21 +43,22 @@ class _Node:
 
 
 class Executor:
-    """Runs the operations of one root, and keeps the state of its units."""
+    """Runs the operations of one root's units, and keeps their state."""
 
-    def __init__(self, watch: Watch, watch_replicas: Watch, streams: Streams | None) -> None:
-        self.watch, self.watch_replicas, self.streams = watch, watch_replicas, streams
-        self.units: dict[int, Unit] = {}  # by their numbers
-        # Called after an operation, or after its start if it does not run on the host, with the time when it began.
-        self.observer: Callable[[Operation, float], None] | None = None
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        state: State,
+        watches: tuple[Watch, Watch],
+        streams: Streams | None,
+        observers: Sequence[Observer],
+    ) -> None:
+        """`plan_with` follows. `watches` are those of the ranks that shard and of the replicas."""
+        self.units = {unit.index: unit for unit in units}  # by their numbers
+        self.watch, self.watch_replicas = watches
+        self.streams, self._observers = streams, observers
         self._nodes: dict[tuple[Spec, tuple[int, ...], State], _Node] = {}
-        self._node = _Node(Spec((), False), (), State.first(0))
-
-    def use(self, units: Iterable[Unit], state: State) -> None:
-        """Use these units, in this state, from now on. `plan_with` follows."""
-        self.units = {unit.index: unit for unit in units}
-        self._nodes.clear()
-        self._node = _Node(self.spec, self._node.order, state)
+        self._node = _Node(Spec((), False), (), state)
 
     @property
     def spec(self) -> Spec:
@@ -93,7 +97,7 @@ class Executor:
             calls = tuple(call for each in operations if (call := self.call_of(each)) is not None)
             found = node.following[event] = (calls, self._node_of(node.spec, node.order, state), operations)
         try:
-            if self.observer is not None or profiling():
+            if self._observers or profiling():
                 self._run_observed(found[2])
             else:
                 for call in found[0]:
@@ -112,8 +116,8 @@ class Executor:
             if call is not None:
                 with record_function(self._name_of(each)):
                     call()
-            if self.observer is not None:
-                self.observer(each, began)
+            for observer in self._observers:
+                observer(each, began)
 
     def _name_of(self, operation: Operation) -> str:
         """The operation's name in a profile."""
@@ -123,14 +127,14 @@ class Executor:
     def reset(self, *, gradients: bool) -> None:
         """After a failure: reshard everything, and drop running communication."""
         node = self._node
-        self._node = self._node_of(node.spec, node.order, State.first(len(node.state.where)))
+        self._node = self._node_of(node.spec, node.order, node.state.anew())
         # Other errors are suppressed: the first one is being raised, and a broken group fails at the next collective.
         if self.streams is not None:
             with suppress(Exception):
                 self.streams.join()
         for unit in self.units.values():
             with suppress(Exception):
-                unit.reset(gradients=gradients)
+                unit.reset(node.state.where[unit.index], gradients=gradients)
 
     # ------------------------------------------------------------------ calls
 

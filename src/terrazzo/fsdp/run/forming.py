@@ -12,9 +12,6 @@ from math import prod
 from terrazzo.fsdp.group import Group, group_of
 from terrazzo.fsdp.run.unit import Unit
 
-# The most bytes of parameters of consecutive small groups that share messages.
-COALESCE_BYTES = 4 << 20
-
 
 def join(top: Group) -> None:
     """Form units of the groups in the modules of `top`, which is outermost so far."""
@@ -25,7 +22,7 @@ def join(top: Group) -> None:
     known = set(groups)
     if top.options.auto_reshard:  # unless it comes into another module, it is not freed after forward
         known.remove(top)
-    form(runs_of([group for group in groups if known.issuperset(group.unit.groups)], COALESCE_BYTES))
+    form(runs_of(group for group in groups if known.issuperset(group.unit.groups)))
 
 
 def form(runs: Iterable[tuple[Group, ...]]) -> list[Unit]:
@@ -40,11 +37,11 @@ def part(unit: Unit, belongs: Callable[[Group], bool] = lambda group: True) -> N
     """
     some, others = [group for group in unit.groups if belongs(group)], [g for g in unit.groups if not belongs(g)]
     if others or differ(some):
-        form([*runs_of(some, COALESCE_BYTES), *runs_of(others, COALESCE_BYTES)])
+        form([*runs_of(some), *runs_of(others)])
 
 
-def runs_of(groups: Iterable[Group], limit: int) -> list[tuple[Group, ...]]:
-    """The groups of each unit. Each has `limit` bytes of parameters at most, or one group; groups without parameters
+def runs_of(groups: Iterable[Group]) -> list[tuple[Group, ...]]:
+    """The groups of each unit. Each has `coalesce_bytes` of parameters at most, or one group; groups without parameters
     are units of their own."""
     found: list[list[Group]] = []
     last: list[Group] = []  # the run to which the next group may be added
@@ -53,7 +50,7 @@ def runs_of(groups: Iterable[Group], limit: int) -> list[tuple[Group, ...]]:
     for group in groups:
         if group.params:
             own, nbytes = None if group.options.apart else _kin_of(group), _bytes_of(group)
-            if own is not None and own == kin and taken + nbytes <= limit:
+            if own is not None and own == kin and taken + nbytes <= group.options.coalesce_bytes:
                 last.append(group)
                 taken += nbytes
                 continue
@@ -81,8 +78,9 @@ def _kin_of(group: Group) -> tuple[object, ...] | None:
         return None
     # By process group, because every mesh["dp"] is a new mesh object.
     axes = [(axis.ranks, id(axis.group)) for axis in (mesh.shard, mesh.replicate) if axis is not None]
-    reduced = (mesh.sums_already, options.divisor, options.force_sum, options.reduce_buffers, options.buffers)
-    return (*axes, *reduced, group.switches, settings.precision, settings.offload)
+    reduced = (mesh.sums_already, options.divisor, options.force_sum)
+    limits = (options.coalesce_bytes, options.reduce_buffers, options.buffers)
+    return (*axes, *reduced, *limits, group.switches, settings.precision, settings.offload)
 
 
 def _bytes_of(group: Group) -> int:

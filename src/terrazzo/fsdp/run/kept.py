@@ -65,6 +65,10 @@ class Kept:
         return [] if self._part is None else list(zip(self._bucket.params, self._part.faces, strict=True))
 
     @property
+    def is_there(self) -> bool:
+        return self._part is not None
+
+    @property
     def is_written(self) -> bool:
         """Whether users may have written to the kept part."""
         if self._part is None:

@@ -66,7 +66,6 @@ class ReturnableMemory:
         self._storage: Any = tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self._warning = warning
-        self._is_there = True
         self._trap: Any = None
         if not _HAS_MESSAGES and _HAS_TRAPS and tensor.device.type == "cpu" and self._nbytes:
             self._trap = traps.trap(self._nbytes)
@@ -86,9 +85,8 @@ class ReturnableMemory:
 
     def give_back(self) -> None:
         """Free the memory."""
-        if not self._is_there:
+        if not self._storage.nbytes():
             return
-        self._is_there = False
         if self._trap is not None:
             storages.swap_memory(self._storage, self._trap)
             _set_aside(self._trap)
@@ -99,9 +97,8 @@ class ReturnableMemory:
 
     def take_back(self) -> None:
         """Allocate new memory, uninitialised."""
-        if self._is_there:
+        if self._storage.nbytes():
             return
-        self._is_there = True
         if self._trap is not None:
             found = _take_up(self._trap, self._nbytes)
             storages.swap_memory(self._storage, self._trap)

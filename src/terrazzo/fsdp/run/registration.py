@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 from terrazzo._torch.modules import parameters_of
@@ -12,15 +11,6 @@ from terrazzo.fsdp.misuse import check_optimizers_again
 from terrazzo.fsdp.parameter import REPLACED, ShardedParameter, mark
 
 _sharded, _unsharded = attrgetter("sharded"), attrgetter("unsharded")
-
-
-class Shown(Enum):
-    """What is registered."""
-
-    SHARDED = "the sharded parameters"
-    RESTING = "these, although the unsharded ones have memory"
-    UNSHARDED = "the unsharded parameters"
-    KEPT = "parts over a smaller mesh, and the sharded parameters that have none"
 
 
 class Registration:
@@ -31,17 +21,28 @@ class Registration:
         slots = [(i, slot) for i, param in enumerate(params) for slot in param.slots]
         self._direct = [(parameters_of(slot.module), slot.name, i) for i, slot in slots if slot.direct]
         self._indirect = [(slot.module, slot.name, i) for i, slot in slots if not slot.direct]
-        self.show(Shown.SHARDED)
+        self.show_sharded()
 
-    def show(self, what: Shown, faces: list[Any] | None = None) -> None:
-        """Register these; by default the sharded or unsharded parameters."""
-        if faces is None:
-            faces = [*map(_unsharded if what is Shown.UNSHARDED else _sharded, self._params)]
-        self.shown, self._registered = what, faces
+    def show_sharded(self) -> None:
+        """Register the sharded parameters."""
+        self.show([*map(_sharded, self._params)])
+
+    def show_unsharded(self) -> None:
+        """Register the unsharded parameters."""
+        self.show([*map(_unsharded, self._params)])
+
+    def show(self, faces: list[Any]) -> None:
+        """Register these."""
+        self._registered = faces
         for parameters, name, i in self._direct:
             parameters[name] = faces[i]
         for module, name, i in self._indirect:
             setattr(module, name, faces[i])
+
+    @property
+    def shows_sharded(self) -> bool:
+        """Whether the sharded parameters are registered, as far as users have not replaced them."""
+        return all(map(is_, map(_sharded, self._params), self._registered))
 
     def replaced(self) -> dict[int, Any]:
         """Parameters that users have registered instead of ours, by index."""
@@ -59,7 +60,7 @@ class Registration:
                 mark(face, REPLACED, param.name)
                 check_optimizers_again()
             param.sharded.__dict__.pop(REPLACED, None)  # perhaps a module uses it again
-        self.show(Shown.SHARDED)
+        self.show_sharded()
 
 
-__all__ = ["Registration", "Shown"]
+__all__ = ["Registration"]

@@ -24,9 +24,8 @@ from terrazzo.fsdp.plan.operations import Stream
 from terrazzo.fsdp.plan.state import Event, State, Where
 from terrazzo.fsdp.plan.step import Events
 from terrazzo.fsdp.plan.units import Spec, Switches, UnitSpec
-from terrazzo.fsdp.run import forming
 from terrazzo.fsdp.run.backward import Backward
-from terrazzo.fsdp.run.executor import Executor, streams_for
+from terrazzo.fsdp.run.executor import Executor, Observer, streams_for
 from terrazzo.fsdp.run.forming import differ, form, part, runs_of
 from terrazzo.fsdp.run.memory import free_memory_aside
 from terrazzo.fsdp.run.streams import Streams
@@ -58,7 +57,7 @@ class Root:
 
     def __init__(self, groups: Sequence[Group], tops: Sequence[Group], number: int) -> None:
         self.groups, self.tops = tuple(groups), tuple(tops)
-        self._number = number  # among the roots of its process group
+        self.number = number  # among those of its process group
         device = groups[0].settings.mesh.device
         streams = streams_for(device)
         self.device = device
@@ -71,19 +70,18 @@ class Root:
         self.watch_replicas = Watch(replicate, ranks, streams, Stream.ALL_REDUCE, device)
         modules = [module for group in groups for module in group.modules]
         self.positions = {module: i for i, module in enumerate(modules)}  # the numbers of modules in events
-        self.executor = Executor(self.watch, self.watch_replicas, streams)
+        self.observers: list[Observer] = []
         # A former root may have left parameters unsharded.
         formers = [(group.unit, group.root) for group in groups]
-        self._use({unit: Where.SHARDED if root is None else root.state.where[unit.index] for unit, root in formers})
-        self.is_last_backward = True
-        self.coalesce_bytes = forming.COALESCE_BYTES
+        where = {unit: Where.SHARDED if root is None else root.state.where[unit.index] for unit, root in formers}
+        for index, group in enumerate(groups):
+            group.place = group.place._replace(root=self, index=index)
+        self._use(where, State.first(len(groups)), streams)
         self._forming: _Forming | None = _Forming.PARTS
         self._courses_made: WeakSet[Course] = WeakSet()  # those of forwards whose graphs exist
         self.course: Course | None = None  # of this forward
         self.backward: Backward | None = None  # that runs
-        self._gradients_wait = False  # for the step of an optimizer
-        self._ran: set[int] = set()  # the units whose forwards this backward may run through
-        self._backward_ended = False
+        self._ran: set[int] = set()  # the units whose forwards began since the last backward
         # The order of units in the last forward of each outermost module.
         self._orders: dict[int, tuple[int, ...]] = {}
         self._specs: dict[tuple[Switches, ...], Spec] = {}  # by the groups' switches, since sizes last changed
@@ -104,22 +102,21 @@ class Root:
         found: Unit = self.groups[index].unit
         return found
 
-    def _use(self, units: Mapping[Unit, Where]) -> None:
-        """Have these units from now on, in these states."""
-        numbers = {group: i for i, group in enumerate(self.groups)}
-        state = State.first(len(self.groups))
-        where = list(state.where)
+    def _use(self, units: Mapping[Unit, Where], state: State, streams: Streams | None) -> None:
+        """Have these units from now on, where they are, and else in this state."""
+        where = [Where.SHARDED] * len(self.groups)
         for unit, now in units.items():
-            index = numbers[unit.groups[0]]
-            where[index] = now
-            unit.belong_to(self._number, index, lambda: not self.watch.has_agreed)
-        self.executor.use(units, replace(state, where=tuple(where)))
+            where[unit.index] = now
+        state, watches = replace(state, where=tuple(where)), (self.watch, self.watch_replicas)
+        self.executor = Executor(units, state, watches, streams, self.observers)
 
     # ------------------------------------------------------------------ which groups share a unit
 
     def coalesce(self, nbytes: int) -> None:
         """Units have at most so many bytes of parameters, or one group, from now on, or from the next forward on."""
-        self.coalesce_bytes, self._forming = nbytes, _Forming.JOINS
+        for group in self.groups:
+            group.options = replace(group.options, coalesce_bytes=nbytes)
+        self._forming = _Forming.JOINS
         self.form_units()
 
     def form_units(self) -> None:
@@ -131,7 +128,7 @@ class Root:
         if self._forming is None or not self._is_idle or self.backward is not None:
             return
         many = [self.groups] if self._forming is _Forming.JOINS else [unit.groups for unit in self.units]
-        runs = [run for groups in many for run in runs_of(groups, self.coalesce_bytes)]
+        runs = [run for groups in many for run in runs_of(groups)]
         former = [unit for unit in self.units if unit.groups not in runs]
         open_now = any(course.left for course in self._courses_made)  # whose backward has not run to its end
         if former and (open_now or self._holds_gradients(former)):
@@ -148,10 +145,10 @@ class Root:
             return
         with torch.inference_mode(False):
             units = form(runs)
-        self._use({unit: self.state.where[unit.index] if unit in self.units else Where.SHARDED for unit in units})
+        where = {unit: self.state.where[unit.index] if unit in self.units else Where.SHARDED for unit in units}
+        self._use(where, self.state.anew(), self.streams)
         self._orders.clear()
         self.passes.clear()
-        self.executor.expect(())
         self._resize()
 
     def _holds_gradients(self, units: Sequence[Unit]) -> bool:
@@ -264,7 +261,6 @@ class Root:
             return
         inside = in_backward()
         if inside and self.backward is not None:  # computed again
-            self._show_unsharded()
             self.advance((Event.FORWARD, module, True, ()))
             return
         if not inside:  # or inside the backward of another computation, which may be all that ever runs this model
@@ -287,12 +283,8 @@ class Root:
         except BaseException:
             self.executor.reset(gradients=False)
             raise
-        self._show_unsharded()
 
     def _begin_step(self, module: int) -> None:
-        if self._backward_ended:
-            self._backward_ended = False
-            self._ran.clear()
         if self.backward is not None:
             self.recover()
         self.form_units()
@@ -302,11 +294,6 @@ class Root:
         self.settle()
         self.executor.expect(self._orders.get(module, ()))
 
-    def _show_unsharded(self) -> None:
-        """Register the unsharded parameters of units that rest: they are about to be used."""
-        for unit in self.units:
-            unit.end_rest()
-
     def _rest(self, wanted: Callable[[Unit], bool]) -> None:
         """Register the sharded parameters of `wanted` units that are unsharded, or of which a part is kept.
 
@@ -315,22 +302,20 @@ class Root:
         to.
         """
         where = self.state.where
-        for unit in self.units:
-            if where[unit.index] in (Where.UNSHARDED, Where.INNER) and wanted(unit):
-                unit.rest()
+        resting = [u.index for u in self.units if where[u.index] in (Where.UNSHARDED, Where.INNER) and wanted(u)]
+        if resting:
+            self.advance((Event.REST, tuple(resting)))
 
     def before_step(self, ids: Set[int]) -> None:
         """Before an optimizer writes to the shards with these ids: save what was written to unsharded parameters."""
         if not self._is_idle:
             return
         self.settle()
-        if self._has_any(ids):
-            self._gradients_wait = False
-        where = self.state.where
+        if self.state.awaits_step and self._has_any(ids):
+            self.executor.advance((Event.STEP,))
         for unit in self.units:
-            if where[unit.index] is Where.UNSHARDED:
-                unit.save_writes()
-            if unit.groups[0].switches.gradient_sync and self.is_last_backward and not unit.waiting:
+            self.save_writes(unit)
+            if unit.groups[0].switches.gradient_sync and self.state.is_last and not unit.waiting:
                 remark_on_unsharded_gradients([p.name for p in unit.with_own_gradients() if id(p.sharded) in ids])
 
     def after_step(self, ids: Set[int]) -> None:
@@ -355,9 +340,14 @@ class Root:
         if not kept:
             return ()
         for unit in kept:
-            unit.save_writes()
+            self.save_writes(unit)
         flags = self.watch.agree([bool(replaced[unit]) or unit.was_written() for unit in kept])
         return tuple([unit.index for unit, flag in zip(kept, flags, strict=True) if flag])
+
+    def save_writes(self, unit: Unit) -> None:
+        """Copy to the shards what users have written to unsharded parameters, if these have values."""
+        if self.state.where[unit.index].is_whole:
+            unit.save_writes()
 
     def enter(self, unit: Unit, outermost: bool) -> Spot | None:
         """Called when a unit's forward begins; returns the spot where backward leaves it, if one may."""
@@ -382,7 +372,7 @@ class Root:
         if inside:  # computed again, and perhaps not to the end
             return
         course, self.course = self.course, None
-        if self._gradients_wait and not torch.is_grad_enabled():
+        if self.state.awaits_step and not torch.is_grad_enabled():
             self._rest(Unit.has_sharded_gradients)
         if failed or course is None:
             self.watch.forget()
@@ -398,7 +388,6 @@ class Root:
         if self._forming is not None:
             self._check_units()
         found = self.backward = Backward(self)
-        self._show_unsharded()
         if self.streams is not None and any(unit.params and unit.was_written_since_forward() for unit in self.units):
             self.executor.advance((Event.FOLLOW,))  # perhaps by an optimizer's step: gathers wait for it
         self.settle()
@@ -423,22 +412,18 @@ class Root:
             return
         with_gradients = backward.end()
         self.backward = None
-        # A backward through this one's graph may begin inside modules that this one did not leave: nothing would tell,
-        # so they stay unsharded. If their parameters got gradients, those are what was asked for.
-        graph = (True,) if backward.records_graph else ()
-        self.advance((Event.BACKWARD_ENDS, with_gradients, self.is_last_backward, *graph))
+        self.advance((Event.BACKWARD_ENDS, with_gradients))
         if self._passing[0][0] is Event.FORWARD:
             self.passes[self._passing[0][1]] = tuple(self._passing)
         self._passing.clear()
-        kept = self._ran | backward.reached | set(with_gradients)
-        if self.is_last_backward:
-            self._gradients_wait = True
+        kept = self._ran | backward.passed() | set(with_gradients)
+        self._ran.clear()
+        if self.state.is_last:
             self._rest(lambda unit: unit.has_sharded_gradients() or unit.was_written())
         for unit in self.units:
             # On all ranks, also on those that got no gradients, so that all take part when they are reduced.
             if not self.executor.spec.units[unit.index].gradient_sync and unit.index in kept:
                 unit.keep_gradients()
-        self._backward_ended = True
         self.watch.compare()
         self.watch_replicas.compare(always=False)
         fault = backward.fault()
@@ -456,14 +441,15 @@ class Root:
 
     def give_up(self) -> None:
         """Have no units: another root has them, whose streams know no marks of these."""
-        self.executor.use([], self.state)
         self._join()
+        self._use({}, self.state, self.streams)
 
     def share_streams_of(self, other: Root) -> None:
         """Communicate on the streams of another root."""
         self._join()
-        self.executor.streams = self.watch.streams = self.watch_replicas.streams = other.streams
-        self.executor.use(self.units, self.state)
+        for watch in (self.watch, self.watch_replicas):
+            watch.follow(other.streams)
+        self._use({unit: self.state.where[unit.index] for unit in self.units}, self.state, other.streams)
         self._resize()
 
     def _join(self) -> None:
@@ -471,6 +457,11 @@ class Root:
             self.streams.join()
 
     # ------------------------------------------------------------------ called by users
+
+    def set_is_last(self, is_last: bool) -> None:
+        """Whether the next backward is the last before an optimizer's step."""
+        if is_last is not self.state.is_last:
+            self.executor.advance((Event.LAST, is_last))
 
     def unshard(self, group: Group) -> None:
         """Start to gather a group; between steps without others."""
@@ -493,12 +484,11 @@ class Root:
         if unit.params and at_rest:
             self.follow(unit)
         self.advance((Event.UNSHARD, unit.index, at_rest))
-        unit.end_rest()
 
     def reshard(self, unit: Unit) -> None:
         """Have sharded parameters registered."""
         if self._is_idle:
-            unit.save_writes()
+            self.save_writes(unit)
         self.advance((Event.RESHARD, unit.index))
         if self._is_idle:
             free_memory_aside()
@@ -507,7 +497,7 @@ class Root:
         """Take over parameters of a unit that users have replaced."""
         found = unit.replaced()
         if self.state.where[unit.index] is not Where.SHARDED:
-            unit.save_writes()
+            self.save_writes(unit)
             if self.watch.agree([bool(found) or unit.was_written()])[0]:
                 self.advance((Event.RESHARD, unit.index))
         if self.state.where[unit.index] is Where.SHARDED:
@@ -539,7 +529,8 @@ def _become_root(group: Group) -> Root:
         found = group_of(inner)
         if found is not None:
             if id(found) not in groups:
-                found.rename(name or type(module).__mro__[2].__name__)  # the original class's name
+                own_name = name or type(module).__mro__[2].__name__  # the original class's
+                found.place = found.place._replace(name=own_name)
             groups[id(found)] = found
     own = list(groups.values())
     formers = list(dict.fromkeys(each.root for each in own if each.root is not None))
@@ -563,7 +554,6 @@ def _become_root(group: Group) -> Root:
     for former in formers:
         former.give_up()
     for each in members:
-        each.root = root
         if each.options.auto_reshard:  # backward would gather the root's parameters again at once
             each.switches = replace(each.switches, reshard_after_forward=each not in tops)
     holding = [each for each in own if each.params]

@@ -11,6 +11,8 @@ import torch
 from terrazzo.comm import wire
 from terrazzo.fsdp.plan.operations import COLLECTIVES, WRITTEN, Kind, Mark, Operation, Stream
 
+_STEPPED = Mark("stepped", -1)  # the user's event after an optimizer's step
+
 
 class Streams:
     """The streams besides the device's current one, which computes, and the marks on all of them. Another device may
@@ -23,7 +25,10 @@ class Streams:
             stream: self._device.Stream(device, priority=-1) for stream in Stream if stream is not Stream.COMPUTE
         }
         self._marks: dict[Mark, Any] = {}
-        self.post_optim_event: Any = None  # gathers wait for it instead of everything queued before
+
+    def follow(self, event: Any) -> None:
+        """Have the next forward's gathers wait for this event, instead of for everything queued before."""
+        self._marks[_STEPPED] = event
 
     def on_stream(self, operation: Operation, call: Callable[[], bool | None] | None) -> Callable[[], bool | None]:
         """`call` on the operation's stream, after waiting for its marks, and before recording its own mark, unless the
@@ -74,5 +79,5 @@ class Streams:
 
     def _queued(self) -> None:
         """Record what the gather stream waits for: the user's event, once, or everything queued so far."""
-        event, self.post_optim_event = self.post_optim_event, None
+        event = self._marks.pop(_STEPPED, None)
         self._marks[WRITTEN] = self.mark_of() if event is None else event

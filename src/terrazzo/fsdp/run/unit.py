@@ -9,32 +9,30 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from terrazzo._torch.autograd import in_backward
 from terrazzo.comm.pending import Pending
-from terrazzo.comm.sections import FIRST_TAG
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.meshes import DataMesh, InnerMesh
 from terrazzo.fsdp.misuse import remark_on_writes
 from terrazzo.fsdp.offload import has_gradient, park_state_of
 from terrazzo.fsdp.parameter import ShardedParameter, are_alike, check_alike
+from terrazzo.fsdp.plan.state import Where
 from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Comm
 from terrazzo.fsdp.run.encoded import ExtendedBucket, bucket_of, is_extended
 from terrazzo.fsdp.run.gradients import Gradients
 from terrazzo.fsdp.run.kept import Kept
-from terrazzo.fsdp.run.registration import Registration, Shown
+from terrazzo.fsdp.run.registration import Registration
 from terrazzo.fsdp.settings import Settings
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.dtensor import WRITTEN
-
-_HAVE_MEMORY = (Shown.UNSHARDED, Shown.RESTING)
 
 
 def _on_all(stage: Callable[[Gradients], None]) -> Callable[[Unit], None]:
@@ -47,6 +45,21 @@ def _on_all(stage: Callable[[Gradients], None]) -> Callable[[Unit], None]:
     return run
 
 
+class _Epochs(NamedTuple):
+    """The shards' epochs at the last gather, and after writes to the unsharded parameters were last copied to them."""
+
+    gathered: int = -1
+    saved: int = -1
+
+
+class _Parts(NamedTuple):
+    """What a unit has for each bucket."""
+
+    gradients: tuple[Gradients, ...]  # each has the bucket
+    kept: Sequence[Kept | None] = ()  # the parts over the smaller mesh; none before the first is kept
+    prepared: bool = False  # whether everything is computed that is the same in every step
+
+
 class Unit:
     """Parameters, their buffers, and their registration in modules."""
 
@@ -56,16 +69,12 @@ class Unit:
         self.settings, self.inner = first.settings, first.inner
         self.modules = tuple(module for group in groups for module in group.modules)
         self.params = tuple(param for group in groups for param in group.params)
-        self.index = 0  # the number of its first group among those of the root
         self._comm = Comm(first)
         former = {group.unit: None for group in groups if group.unit is not None}
         self._arrange([gradients for unit in former for gradients in unit.gradients])
         self._pending: list[tuple[Bucket | Kept, Pending[Tensor]]] = []
-        self.gathered_epoch = -1  # the shards' epoch at the last gather
-        self._saved_epoch = -1  # after writes to the unsharded parameters were last copied to the shards
+        self._epochs = _Epochs()
         self._remarked: set[str] = set()  # parameters that were written to in a step, of which users know
-        self._kept: list[Kept | None] = []  # for each bucket its part over the smaller mesh; empty if none is kept
-        self._prepared = False
         self._flags_changed = False  # of requires_grad, since somebody asked
         self.registration = Registration(self.params)
         self.replaced = self.registration.replaced
@@ -89,14 +98,27 @@ class Unit:
                     f"parameter {members[0].name!r} is a {type(members[0].sharded._local).__name__}, which cannot be "
                     "kept over some of the ranks: use reshard_after_forward=True or False"
                 )
-        self.gradients = tuple(Gradients(bucket, self.groups[0]) for bucket in buckets)
+        self._parts = _Parts(tuple(Gradients(bucket, self.groups[0]) for bucket in buckets))
         for gradients in self.gradients:
             gradients.take_over(former)
 
-    def belong_to(self, root: int, index: int, careful: Callable[[], bool]) -> None:
-        """Take the number of the root, its own place there, and `careful` of its `Comm`."""
-        tag = FIRST_TAG + root % 4096 * (1 << 17) + index % (1 << 13) * 16
-        self.index, self._comm = index, Comm(self.groups[0], tag, careful)
+    @property
+    def index(self) -> int:
+        """The number of its first group among those of the root."""
+        return self.groups[0].place.index
+
+    @property
+    def gradients(self) -> tuple[Gradients, ...]:
+        return self._parts.gradients
+
+    @property
+    def _kept(self) -> Sequence[Kept | None]:
+        return self._parts.kept
+
+    @property
+    def gathered_epoch(self) -> int:
+        """The shards' epoch at the last gather."""
+        return self._epochs.gathered
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -108,11 +130,6 @@ class Unit:
         """For messages, when it has a root."""
         more = len(self.groups) - 1
         return f"{self.groups[0].name} and {more} more" if more else self.groups[0].name
-
-    @property
-    def resting(self) -> bool:
-        """Whether the sharded parameters are registered, although the unsharded ones have memory."""
-        return self.registration.shown is Shown.RESTING
 
     def _settings_on(self, mesh: DataMesh) -> Settings:
         """The unit's settings with another mesh, for parameters that have one of their own."""
@@ -155,7 +172,7 @@ class Unit:
 
     def was_written(self) -> bool:
         """Whether shards have been written to since they were gathered."""
-        return self.epoch != self.gathered_epoch or not all(bucket.shards_intact() for bucket in self.buckets)
+        return self.epoch != self._epochs.gathered or not all(bucket.shards_intact() for bucket in self.buckets)
 
     def adopt(self, replaced: dict[int, Any], *, partly: bool = False) -> bool:
         """Take over replaced parameters, which are sharded now; returns whether sizes may have changed.
@@ -169,7 +186,7 @@ class Unit:
             self.registration.show_replaced()
         found = [bucket for bucket in self.buckets if replaced or not bucket.shards_intact()]
         if found:
-            self._prepared = False
+            self._parts = self._parts._replace(prepared=False)
             found = [bucket for bucket in found if not partly or are_alike(bucket.params)]
             for bucket in found:
                 for param in bucket.params:
@@ -183,7 +200,7 @@ class Unit:
                 self._arrange(self.gradients)  # one of the groups has another dtype or device now
         changed = bool(found)
         changed |= self.follow_flags()
-        if not self._prepared and not partly:
+        if not self._parts.prepared and not partly:
             self._prepare()
             changed = True
         return changed
@@ -197,11 +214,9 @@ class Unit:
         kept = [each for each in self._kept if each is not None]
         for each in kept:
             each.copy_flags()
-        # Those of unsharded parameters are followed when the sharded ones are registered again.
-        both = self.registration.shown is not Shown.SHARDED
         for param in self.params:
             flag = param.requires_grad
-            if param.sharded._local.requires_grad is flag and (not both or param.unsharded_local.requires_grad is flag):
+            if param.sharded._local.requires_grad is flag and param.unsharded_local.requires_grad is flag:
                 continue  # nearly always: this runs for every parameter in each forward and backward
             if param.follow_flag():
                 self._note_flag(param, False)
@@ -218,19 +233,18 @@ class Unit:
                     gradients.note_frozen(param, in_backward)
 
     def save_writes(self) -> list[str]:
-        """Copy to the shards what users have written to unsharded parameters; returns these parameters' names.
+        """Copy to the shards what users have written to unsharded parameters, which have values; returns these
+        parameters' names.
 
         Shards that were written after they were gathered are newer, and stay as they are.
         """
-        if self.registration.shown not in _HAVE_MEMORY:
-            return []
         touched = [bucket for bucket in self.buckets if bucket.is_touched()]
         if not touched:  # nearly always
             return []
-        current = self.epoch in (self.gathered_epoch, self._saved_epoch)
+        current = self.epoch in self._epochs
         saved = [name for bucket in touched for name in bucket.save_writes(current)]
         if saved:
-            self._saved_epoch = self.epoch
+            self._epochs = self._epochs._replace(saved=self.epoch)
         return saved
 
     def _save_writes_in_step(self) -> list[str]:
@@ -254,12 +268,11 @@ class Unit:
         for bucket in self.buckets:
             for param in bucket.params:
                 param.sharded.__dict__[WRITTEN] = bucket.move_epoch
-        self._kept = []
-        self._prepared = True
+        self._parts = _Parts(self.gradients, prepared=True)
 
     def check_ready(self) -> None:
         """Raise if parameters are on the meta device."""
-        if self._prepared or not self.params:
+        if self._parts.prepared or not self.params:
             return
         names = [p.name for b in self.buckets if b.is_meta for p in b.params]
         raise FSDPError(
@@ -276,15 +289,15 @@ class Unit:
     def arrange_again(self) -> None:
         """Put the parameters into new buckets, because communication has changed. Called while they are sharded."""
         self._arrange(self.gradients)
-        self._prepared = False
 
     # ------------------------------------------------------------------ gathers
 
     def gather(self) -> None:
         """Start to gather the shards of all ranks."""
         self.check_ready()
-        before, self.gathered_epoch = self.gathered_epoch, self.epoch
-        if before != self.gathered_epoch:
+        before, now = self._epochs.gathered, self.epoch
+        if before != now:
+            self._epochs = self._epochs._replace(gathered=now)
             for bucket in self.buckets:
                 if not bucket.aliased:
                     bucket.count_new_values()
@@ -297,7 +310,7 @@ class Unit:
 
     def _gather_from(self, sources: Sequence[Bucket | Kept], in_place: bool = False) -> None:
         comm, numbered = self._comm, enumerate(sources)
-        self._pending = [(each, each.gather(comm, comm.tag(i), in_place)) for i, each in numbered if not each.aliased]
+        self._pending.extend([(x, x.gather(comm, comm.tag(i), in_place)) for i, x in numbered if not x.aliased])
 
     def copy_out(self) -> None:
         """Wait for the gather, fill the unsharded parameters, and register them."""
@@ -309,26 +322,23 @@ class Unit:
         for source, pending in self._pending:
             source.receive(pending)
             self._comm.end(pending)
-        self._pending = []
+        self._pending.clear()
         self._drop_kept()
-        self.registration.show(Shown.UNSHARDED)
+        self.show()
 
-    def end_rest(self) -> None:
-        """Register the unsharded parameters of a unit that rests."""
-        if self.resting:
-            self.registration.show(Shown.UNSHARDED)
+    def show(self) -> None:
+        """Register the unsharded parameters, which have values."""
+        self.registration.show_unsharded()
 
     def rest(self) -> None:
         """Register the sharded parameters until the next use, and keep the memory of the others: of the unsharded ones,
         or of the kept parts."""
-        before = self.registration.shown
-        if before is Shown.UNSHARDED:
+        parts = [kept for kept in self._kept if kept is not None and kept.is_there]
+        if not parts:
             self.save_writes()
-        for kept in self._kept:
-            if kept is not None:
-                kept.copy_flags()
-        if before in (Shown.UNSHARDED, Shown.KEPT):
-            self._show_sharded(Shown.RESTING if before is Shown.UNSHARDED else Shown.SHARDED)
+        for kept in parts:
+            kept.copy_flags()
+        self._show_sharded()
 
     def with_own_gradients(self) -> list[ShardedParameter]:
         """Parameters whose unsharded form has a gradient, though no backward is under way that would reduce it."""
@@ -353,34 +363,39 @@ class Unit:
         for bucket in self.buckets:
             bucket.free()
         self._drop_kept()
-        if self.registration.shown is Shown.RESTING:
-            self.registration.shown = Shown.SHARDED
-        elif self.registration.shown is not Shown.SHARDED:
-            self._show_sharded(Shown.SHARDED)
+        self._show_sharded()
 
-    def _show_sharded(self, what: Shown) -> None:
+    def drop(self) -> None:
+        """Free the parts over smaller meshes, and register the sharded parameters."""
+        self._drop_kept()
+        self._show_sharded()
+
+    def _show_sharded(self) -> None:
+        if self.registration.shows_sharded:
+            return
         for param in self.params:  # which users have had in their hands
             if param.unsharded_local.requires_grad is not param.requires_grad and param.follow_flag():
                 self._note_flag(param, in_backward())
                 self._flags_changed = True
-        self.registration.show(what)
+        self.registration.show_sharded()
 
     def keep(self) -> None:
         """Keep this rank's parts over smaller meshes, and free the rest."""
         self._save_writes_in_step()
         if not self._kept:
             found = self._inner_of_buckets()
-            self._kept = [None if inner is None else Kept(bucket, inner) for bucket, inner in found]
+            kept_parts = [None if inner is None else Kept(bucket, inner) for bucket, inner in found]
+            self._parts = self._parts._replace(kept=kept_parts)
         faces: dict[int, Any] = {}
         for bucket, kept in zip(self.buckets, self._kept, strict=True):
             if kept is not None:
                 faces.update(kept.take())
             bucket.free()
-        self.registration.show(Shown.KEPT, [faces.get(id(p), p.sharded) for p in self.params])
+        self.registration.show([faces.get(id(p), p.sharded) for p in self.params])
 
     def was_written_since_forward(self) -> bool:
         """Whether shards were written, or what is kept of them over a smaller mesh."""
-        return self.epoch != self.gathered_epoch or any(kept is not None and kept.is_written for kept in self._kept)
+        return self.epoch != self._epochs.gathered or any(kept is not None and kept.is_written for kept in self._kept)
 
     def _drop_kept(self) -> None:
         for kept in self._kept:
@@ -389,7 +404,8 @@ class Unit:
 
     def discard(self) -> None:
         """Drop a gather that is not needed any more."""
-        pending, self._pending = self._pending, []
+        pending = list(self._pending)
+        self._pending.clear()
         if not pending:
             return
         with ExitStack() as also_if_one_raises:
@@ -402,7 +418,7 @@ class Unit:
 
     def has_gradients(self) -> bool:
         """Whether there are unsharded gradients, or ranks may have some of earlier backwards."""
-        return self._prepared and any(gradients.any() for gradients in self.gradients)
+        return self._parts.prepared and any(gradients.any() for gradients in self.gradients)
 
     @property
     def waiting(self) -> bool:
@@ -443,11 +459,11 @@ class Unit:
 
     # ------------------------------------------------------------------ after a failure
 
-    def reset(self, *, gradients: bool) -> None:
+    def reset(self, where: Where, *, gradients: bool) -> None:
         """Register sharded parameters after a failure; with `gradients`, also drop unsharded gradients."""
         with ExitStack() as also_if_one_raises:  # the last callback runs first
             also_if_one_raises.callback(self._free)
-            if self.registration.shown in _HAVE_MEMORY:
+            if where.is_whole:
                 for bucket in self.buckets:
                     also_if_one_raises.callback(bucket.put_back)
             for each in self.gradients:
