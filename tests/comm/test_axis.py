@@ -1,16 +1,18 @@
 """Axes: who is on the line, in which order, over which process group."""
 
 import gc
+import os
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ranks import fresh_values, run_ranks
+from ranks import fresh_values, run_fresh, run_ranks
 from terrazzo.comm import Axis, axis_of, axis_over
 from terrazzo.comm.axis import axis_beside
 from terrazzo.comm.collectives import all_gather
@@ -154,3 +156,23 @@ def test_threads_that_ask_for_one_group_at_once_get_one():
 
 def test_threads_that_ask_for_several_groups_do_not_wait_for_each_other():
     fresh_values(2, threads_that_ask_in_another_order)
+
+
+def a_group_of_a_rank_that_has_ended() -> str:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    axis = Axis(dist.group.WORLD, 3, dist.get_rank(), (0, 1, 2), "all", "cpu")
+    with pytest.raises(CommError) as caught:
+        axis_beside(axis)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"named by {dist.get_rank()}", "")
+    store.wait(["named by 0", "named by 2"], timedelta(minutes=5))
+    return str(caught.value)
+
+
+def test_a_rank_that_ended_before_a_group_is_made_is_named():
+    """The store, through which groups are made, would wait for it until the time limit, and name nobody."""
+    outcomes = run_fresh(3, a_group_of_a_rank_that_has_ended)
+    for rank in (0, 2):
+        assert outcomes[rank].ok, outcomes[rank]
+        assert f"rank {rank}: rank 1 has ended" in outcomes[rank].value

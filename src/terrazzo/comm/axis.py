@@ -2,8 +2,10 @@
 
 import threading
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo._torch.groups import default_group, device_types, has_groups, is_alive, make_group
+from terrazzo._torch.groups import backend_of, default_group, device_types, has_groups, is_alive, make_group
 from terrazzo._torch.groups import time_limit as time_limit_of
 from terrazzo.comm.mesh import when_groups_end
 from terrazzo.comm.simulated import real_values
@@ -185,8 +187,47 @@ def _own_group(device_type: str, ranks: tuple[int, ...], beside: ProcessGroup | 
         name = f"terrazzo_{device_type}_{'_'.join(map(str, ranks))}{source}_{_made[key]}"
         default = default_group()
         limit = time_limit_of(default, device_types(default)[0])
+        _meet(ranks, name)
         group = _groups[key] = make_group(ranks, dist.get_rank(), name, limit, "terrazzo_axis")
         return group
+
+
+_MEETING = 3 << 29  # the first tag of these messages; `sections.FIRST_TAG` and those after it are lower
+
+
+def _meet(ranks: tuple[int, ...], name: str) -> None:
+    """Exchange a message with each of these ranks in the default group, whose connections exist, before a group of them
+    is made.
+
+    A rank that has ended is noticed at once, and named. The making of a group waits for it in the store until the time
+    limit, and the error names no rank.
+    """
+    default, cpu, here = default_group(), torch.device("cpu"), dist.get_rank()
+    if cpu not in device_types(default) or backend_of(default, cpu).name() != "gloo":
+        return  # connections of others are made by the first collective
+    tag = _MEETING + zlib.crc32(name.encode()) % (1 << 28)  # threads make groups at the same time
+    with real_values():
+        sent = torch.zeros(1, dtype=torch.uint8, device=cpu)
+        received = {rank: torch.zeros_like(sent) for rank in ranks if rank != here}
+    works = []
+    for rank, into in received.items():
+        with _naming(rank, ranks):
+            works.append((rank, default.send([sent], rank, tag)))
+            works.append((rank, default.recv([into], rank, tag)))
+    for rank, work in works:
+        with _naming(rank, ranks):
+            work.wait()
+
+
+@contextmanager
+def _naming(rank: int, ranks: tuple[int, ...]) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {dist.get_rank()}: rank {rank} has ended, or did not come within the time limit, so a process group "
+            f"of the ranks {list(ranks)} cannot be made. Look for the first error among the ranks. Here: {error}"
+        ) from error
 
 
 def time_limit(axis: Axis) -> timedelta:
