@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -22,6 +24,11 @@ COALESCE_BYTES = 4 << 20
 
 # The number of groups so far, by the process group of the ranks that shard them.
 _made: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+_USUAL = Switches()
+
+# Equal switches are one object: programs turn the same ones for every micro-batch.
+with_switches = lru_cache(maxsize=256)(replace)
 
 
 class Place(NamedTuple):
@@ -59,8 +66,8 @@ class Group:
                 remark_on_one_rank()
                 reshard_after_forward = False
         automatic = reshard_after_forward is None
-        self.switches = Switches(
-            reshard_after_forward=automatic or bool(reshard_after_forward), reshard_inner=bool(self.inner)
+        self.switches = with_switches(
+            _USUAL, reshard_after_forward=automatic or bool(reshard_after_forward), reshard_inner=bool(self.inner)
         )
         # gloo takes the processor's time for a reduction, so on CPU the next backward had better not wait for it.
         on_cpu = settings.mesh.device.type == "cpu"

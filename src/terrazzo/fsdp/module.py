@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from terrazzo._torch.modules import children_of
 from terrazzo.comm.axis import axis_beside
 from terrazzo.errors import FSDPError, FSDPTypeError, FSDPValueError
-from terrazzo.fsdp.group import Group, group_of
+from terrazzo.fsdp.group import Group, group_of, with_switches
 from terrazzo.fsdp.plan.state import Event
 from terrazzo.fsdp.run.forming import part
 from terrazzo.fsdp.run.hooks import after_forward, before_forward, forward_failed
@@ -123,9 +123,10 @@ class FSDPModule(_Module):
         """Set whether to reshard after forward, as `fully_shard`'s argument does; it replaces a number given there."""
         if not isinstance(reshard_after_forward, bool):
             raise FSDPValueError(f"reshard_after_forward must be True or False here, not {reshard_after_forward!r}")
-        for group in _groups(self, recurse):
+        groups = _groups(self, recurse)
+        for group in groups:
             _set(group, auto_reshard=False)
-            _switch(group, reshard_after_forward=reshard_after_forward, reshard_inner=False)
+        _switch(groups, reshard_after_forward=reshard_after_forward, reshard_inner=False)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether to reshard after backward.
@@ -133,12 +134,11 @@ class FSDPModule(_Module):
         If not, parameters stay unsharded for the next forward, which takes more memory and less communication while
         gradients are accumulated. When an optimizer has changed the shards, the next forward gathers again.
         """
-        for group in _groups(self, recurse):
-            _switch(group, reshard_after_backward=reshard_after_backward)
+        _switch(_groups(self, recurse), reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward gathers the parameters. An embedding's backward, for instance, does not need them."""
-        _switch(_group(self), unshard_in_backward=unshard_in_backward)
+        _switch([_group(self)], unshard_in_backward=unshard_in_backward)
 
     # ------------------------------------------------------------------ prefetching
 
@@ -175,13 +175,11 @@ class FSDPModule(_Module):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients. If not, each rank accumulates its unsharded gradients."""
-        for group in _groups(self, recurse):
-            _switch(group, gradient_sync=requires_gradient_sync)
+        _switch(_groups(self, recurse), gradient_sync=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients over the replicas of HSDP; if not, each accumulates its own."""
-        for group in _groups(self, recurse):
-            _switch(group, all_reduce=requires_all_reduce)
+        _switch(_groups(self, recurse), all_reduce=requires_all_reduce)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Change nothing: parameters without a gradient on this rank are always reduced, with zeros from this rank.
@@ -506,15 +504,16 @@ def _set(group: Group, **options: Any) -> bool:
     return True
 
 
-def _switch(group: Group, **switches: bool) -> None:
-    """`_set` for switches."""
-    if _differs(group.switches, switches):
-        group.switches = _with_switches(group.switches, **switches)
-        if group.root is not None:
-            group.root.changed(sizes=False)
-
-
-_with_switches = lru_cache(maxsize=256)(replace)  # programs turn the same ones for every micro-batch
+def _switch(groups: Iterable[Group], **switches: bool) -> None:
+    """`_set` for the switches of several groups."""
+    suiting = None  # those that need no change, which most groups have
+    for group in groups:
+        if group.switches is not suiting:
+            if _differs(group.switches, switches):
+                group.switches = with_switches(group.switches, **switches)
+                if group.root is not None:
+                    group.root.changed(sizes=False)
+            suiting = group.switches
 
 
 def _differs(value: Any, settings: dict[str, Any]) -> bool:

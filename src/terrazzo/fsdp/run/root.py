@@ -17,7 +17,7 @@ from terrazzo._torch.autograd import at_end_of_backward, functorch_active, in_ba
 from terrazzo.comm.mesh import ranks_of
 from terrazzo.comm.watch import Watch
 from terrazzo.errors import FSDPError
-from terrazzo.fsdp.group import Group, group_of
+from terrazzo.fsdp.group import Group, group_of, with_switches
 from terrazzo.fsdp.misuse import note_model, remark_on_single_group, remark_on_unsharded_gradients
 from terrazzo.fsdp.plan.course import Course, Spot
 from terrazzo.fsdp.plan.operations import Stream
@@ -555,7 +555,7 @@ def _become_root(group: Group) -> Root:
         former.give_up()
     for each in members:
         if each.options.auto_reshard:  # backward would gather the root's parameters again at once
-            each.switches = replace(each.switches, reshard_after_forward=each not in tops)
+            each.switches = with_switches(each.switches, reshard_after_forward=each not in tops)
     holding = [each for each in own if each.params]
     if len(holding) == 1 and holding[0].settings.mesh.size > 1:
         remark_on_single_group(module, holding[0].unit.sizes().unsharded)
