@@ -47,7 +47,7 @@ class InPlace:
         """The elements of the small tensors, which are gathered into a buffer."""
         return sum(self._small_splits) * self.plan.n
 
-    def gather(self, part: Tensor, pieces: Sequence[Tensor], axis: Axis, tag: int) -> GatherInPlace:
+    def gather(self, part: Tensor, pieces: Sequence[Tensor], axis: Axis, tag: int) -> Pending[None]:
         """Start to fill `pieces`, a row per rank of each tensor, from all ranks' sections; `part` is this rank's."""
         n, own = axis.size, axis.index
         report_collective("all_gather", axis, self.plan, part, None)
@@ -62,12 +62,11 @@ class InPlace:
         torch._foreach_copy_([piece[own] for piece in pieces], chunks)  # while messages are under way
         small = [pieces[i] for i in self._small]
 
-        def finish() -> Tensor:
+        def finish() -> None:
             if small:
                 torch.split_with_sizes_copy(rest, self._small_splits, 1, out=small)
-            return part
 
-        return GatherInPlace("all_gather", axis, works, part, finish)
+        return Pending("all_gather", axis, works, None, finish)
 
     # ------------------------------------------------------------------ reductions
 
@@ -107,9 +106,3 @@ class InPlace:
             return received.mean(0) if op == "avg" else received.sum(0, dtype=received.dtype)
 
         return Pending("reduce_scatter", axis, works, received, of_two if n == 2 else of_many)
-
-
-class GatherInPlace(Pending[Tensor]):
-    """A started gather into the parameters."""
-
-    __slots__ = ()

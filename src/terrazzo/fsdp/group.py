@@ -35,7 +35,7 @@ class Place(NamedTuple):
     """Where a group is in a model."""
 
     root: Any = None  # the `Root`, once the outermost module is known
-    index: int = 0  # the group's number there
+    position: int = 0  # the group's number there
     name: str = ""  # that of its first module
 
 

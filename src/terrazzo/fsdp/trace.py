@@ -50,7 +50,7 @@ class Trace:
 
     def ran(self, operation: Operation, began: float) -> None:
         """Record an operation that has ended, and writes to shards since the last one."""
-        unit = self._root.unit_at(operation.unit) if operation.unit >= 0 else None
+        unit = self._root.executor.units.get(operation.unit)
         writes = unit if operation.kind in _WRITE else None
         for each in self._root.units:
             if each is not writes:

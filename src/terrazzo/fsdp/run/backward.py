@@ -64,7 +64,7 @@ class Backward:
             kind, unit, *more = course.events[course.left]
             phase = root.state.phase[unit]
             if kind is Event.REACH and phase is Phase.IDLE:
-                if unit not in self.reached and root.unit_at(unit).with_own_gradients():
+                if unit not in self.reached and root.executor.units[unit].with_own_gradients():
                     self._look_for_unnoticed(unit)
                 self._reach(unit, *more)
             elif kind is Event.REACH_END and phase is Phase.BACKWARD:
@@ -74,7 +74,7 @@ class Backward:
     def reach(self, unit: int, before: tuple[int, ...]) -> None:
         """Called when backward reaches a unit; `before` are the units that ran before it, the latest first."""
         if self._root.state.phase[unit] is not Phase.BACKWARD:
-            known = self._root.unit_at(unit)
+            known = self._root.executor.units[unit]
             if len(known.modules) > 1 and unit not in self.reached and known.with_own_gradients():
                 self._look_for_unnoticed(unit)  # of another of its modules
             self._reach(unit, before)
@@ -122,7 +122,7 @@ class Backward:
 
         Freed parameters read as NaN. Where they were about to be received in place, they may read as anything.
         """
-        unit, where = self._root.unit_at(index), self._root.state.where[index]
+        unit, where = self._root.executor.units[index], self._root.state.where[index]
         aliased = self._root.executor.spec.units[index].aliased
         if unit.waiting or unit.has_partial() or aliased or where is Where.UNSHARDED:
             return

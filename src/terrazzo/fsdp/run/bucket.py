@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from terrazzo._torch.counting import count_from_now, set_uncounted, uses, was_as
 from terrazzo._torch.tensors import version_of
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.flat import FlatPlan, has_many, worth_padding
-from terrazzo.comm.in_place import GatherInPlace, InPlace
+from terrazzo.comm.in_place import InPlace
 from terrazzo.comm.pending import Pending
 from terrazzo.comm.sections import converted
 from terrazzo.errors import FSDPError
@@ -164,7 +164,7 @@ class Bucket:
         suits = InPlace.suits(self.plan, self.settings.mesh.shard, itemsize)
         return InPlace(self.plan, itemsize) if suits else None
 
-    def gather(self, comm: Comm, tag: int, in_place: bool) -> Pending[Tensor]:
+    def gather(self, comm: Comm, tag: int, in_place: bool) -> Pending[Tensor] | Pending[None]:
         """Start to gather the sections of all ranks, with `in_place` into the unsharded parameters."""
         axis, whole, how = self.settings.mesh.shard, self._whole, self.in_place if in_place else None
         assert whole is not None
@@ -349,10 +349,10 @@ class Bucket:
         if whole is not None and whole.memory is not None:
             whole.memory.take_back()
 
-    def receive(self, pending: Pending[Tensor]) -> None:
-        """Wait for a gather, and fill the unsharded parameters."""
+    def receive(self, pending: Pending[Any]) -> None:
+        """Wait for a gather, and fill the unsharded parameters, unless it does that itself."""
         gathered = pending.wait()
-        if not isinstance(pending, GatherInPlace):
+        if gathered is not None:
             self.fill(gathered, self.plan, self._pieces)
 
     def fill(self, gathered: Tensor, plan: FlatPlan, pieces: list[Tensor]) -> None:

@@ -74,8 +74,8 @@ class Root:
         # A former root may have left parameters unsharded.
         formers = [(group.unit, group.root) for group in groups]
         where = {unit: Where.SHARDED if root is None else root.state.where[unit.index] for unit, root in formers}
-        for index, group in enumerate(groups):
-            group.place = group.place._replace(root=self, index=index)
+        for position, group in enumerate(groups):
+            group.place = group.place._replace(root=self, position=position)
         self._use(where, State.first(len(groups)), streams)
         self._forming: _Forming | None = _Forming.PARTS
         self._courses_made: WeakSet[Course] = WeakSet()  # those of forwards whose graphs exist
@@ -96,11 +96,6 @@ class Root:
     @property
     def streams(self) -> Streams | None:
         return self.executor.streams
-
-    def unit_at(self, index: int) -> Unit:
-        """The unit of this number."""
-        found: Unit = self.groups[index].unit
-        return found
 
     def _use(self, units: Mapping[Unit, Where], state: State, streams: Streams | None) -> None:
         """Have these units from now on, where they are, and else in this state."""
@@ -175,9 +170,6 @@ class Root:
         self._stale = True
         if sizes:
             self._specs.clear()
-        self._part()
-
-    def _part(self) -> None:
         if self._forming is None:
             self._forming = _Forming.PARTS
 
@@ -468,7 +460,7 @@ class Root:
         at_rest = self._is_idle
         if at_rest and len(group.unit.groups) > 1 and not self._courses_made:
             group.options = replace(group.options, apart=True)
-            self._part()
+            self.changed(sizes=True)
             self.form_units()
         self._unshard(group.unit, at_rest)
 

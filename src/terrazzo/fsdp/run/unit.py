@@ -53,9 +53,10 @@ class _Epochs(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What a unit has for each bucket."""
+    """The memory of a unit's parameters, a bucket for each mesh and dtype, and what belongs to each."""
 
-    gradients: tuple[Gradients, ...]  # each has the bucket
+    buckets: Sequence[Bucket]
+    gradients: Sequence[Gradients]
     kept: Sequence[Kept | None] = ()  # the parts over the smaller mesh; none before the first is kept
     prepared: bool = False  # whether everything is computed that is the same in every step
 
@@ -72,7 +73,7 @@ class Unit:
         self._comm = Comm(first)
         former = {group.unit: None for group in groups if group.unit is not None}
         self._arrange([gradients for unit in former for gradients in unit.gradients])
-        self._pending: list[tuple[Bucket | Kept, Pending[Tensor]]] = []
+        self._pending: list[tuple[Bucket | Kept, Pending[Any]]] = []
         self._epochs = _Epochs()
         self._remarked: set[str] = set()  # parameters that were written to in a step, of which users know
         self._flags_changed = False  # of requires_grad, since somebody asked
@@ -98,17 +99,21 @@ class Unit:
                     f"parameter {members[0].name!r} is a {type(members[0].sharded._local).__name__}, which cannot be "
                     "kept over some of the ranks: use reshard_after_forward=True or False"
                 )
-        self._parts = _Parts(tuple(Gradients(bucket, self.groups[0]) for bucket in buckets))
+        self._parts = _Parts(buckets, [Gradients(bucket, self.groups[0]) for bucket in buckets])
         for gradients in self.gradients:
             gradients.take_over(former)
 
     @property
     def index(self) -> int:
         """The number of its first group among those of the root."""
-        return self.groups[0].place.index
+        return self.groups[0].place.position
 
     @property
-    def gradients(self) -> tuple[Gradients, ...]:
+    def buckets(self) -> Sequence[Bucket]:
+        return self._parts.buckets
+
+    @property
+    def gradients(self) -> Sequence[Gradients]:
         return self._parts.gradients
 
     @property
@@ -119,11 +124,6 @@ class Unit:
     def gathered_epoch(self) -> int:
         """The shards' epoch at the last gather."""
         return self._epochs.gathered
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The memory of its parameters: a bucket for each mesh and dtype."""
-        return [gradients.bucket for gradients in self.gradients]
 
     @property
     def name(self) -> str:
@@ -268,7 +268,7 @@ class Unit:
         for bucket in self.buckets:
             for param in bucket.params:
                 param.sharded.__dict__[WRITTEN] = bucket.move_epoch
-        self._parts = _Parts(self.gradients, prepared=True)
+        self._parts = self._parts._replace(kept=(), prepared=True)
 
     def check_ready(self) -> None:
         """Raise if parameters are on the meta device."""
