@@ -18,6 +18,7 @@ from terrazzo.errors import (
 )
 from terrazzo.fsdp import fully_shard
 from terrazzo.tensor import DTensor, Shard, distribute_module, distribute_tensor, init_device_mesh, rand, zeros
+from terrazzo.testing import all_ranks
 
 
 def check_meshes_and_placements() -> None:
@@ -53,6 +54,17 @@ def check_meshes_and_placements() -> None:
 
 def test_meshes_and_placements() -> None:
     run_ranks(1, check_meshes_and_placements)
+
+
+def test_an_error_is_one_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"f": object()}
+    with pytest.raises(UnsupportedValueError), caplog.at_level("INFO", "terrazzo.checkpoint"):
+        save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    with all_ranks(2) as world, pytest.raises(UnsupportedValueError, match=r"failed on 2 ranks:\n  ranks 0-1: Unsupp"):
+        world.run(save, state, checkpoint_id=tmp_path / "b")
+    told = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert [text.split(" seconds")[0] for text in told] == [f"save rank=0 checkpoint={tmp_path / x}" for x in "ab"]
+    assert any(record.levelname == "INFO" and "plan rank=0" in record.message for record in caplog.records)
 
 
 def test_states_and_names(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Which known name an unknown one may be, for messages."""
+"""Words for messages: which known name an unknown one may be, and which ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
-from typing import Final
+from inspect import signature
+from typing import Any, Final
 
 _MANY: Final = 20_000  # names; to compare more of them takes a second
 
@@ -17,3 +18,40 @@ def meant(name: str, known: Collection[str], otherwise: str = "") -> str:
     """
     close = get_close_matches(name, known, 1) if len(known) <= _MANY else []
     return f"; did you mean {close[0]}?" if close else otherwise
+
+
+def taken(function: Callable[..., Any]) -> str:
+    """The end of a message about arguments that do not fit: the names of those that a config may give.
+
+    >>> taken(lambda optimizer, lr, *, eps=0: None)
+    '; it takes lr, eps'
+    """
+    return "; it takes " + ", ".join(list(signature(function).parameters)[1:])
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Ranks in few words.
+
+    >>> named([3]), named([0, 1, 2, 5])
+    ('rank 3', 'ranks 0-2, 5')
+    """
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    found = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank{'s' if len(spans) > 1 or spans[0][0] != spans[0][1] else ''} {found}"
+
+
+def by_text(texts: Iterable[tuple[int, str]]) -> list[str]:
+    """What each rank has to say, as one line for all ranks that say the same.
+
+    >>> by_text([(0, "no space"), (1, "no space"), (2, "late")])
+    ['ranks 0-1: no space', 'rank 2: late']
+    """
+    found: dict[str, set[int]] = {}
+    for rank, text in texts:
+        found.setdefault(text, set()).add(rank)
+    return [f"{named(ranks)}: {text}" for text, ranks in found.items()]

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from traceback import StackSummary
 from types import MappingProxyType
 
+from terrazzo._meant import by_text
+
 
 class TerrazzoError(Exception):
     """The base class of terrazzo's exceptions."""
@@ -77,7 +79,7 @@ class RankError(CommError):
         self.failures = failures
         self.what = what
         count = f"{len(failures)} rank" + ("s" if len(failures) != 1 else "")
-        lines = [f"rank {failure.rank}: {failure.type}: {failure.message}" for failure in failures]
+        lines = by_text((failure.rank, f"{failure.type}: {failure.message}") for failure in failures)
         super().__init__("\n  ".join([f"{what or 'work done together'} failed on {count}:", *lines]))
 
     def __reduce__(self) -> tuple[type[RankError], tuple[tuple[RankFailure, ...], str]]:

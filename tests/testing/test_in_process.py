@@ -228,18 +228,25 @@ def test_ranks_that_do_not_meet_raise_at_once_and_go_on_afterwards(world: Any) -
 
     with pytest.raises(ValueError, match="of even") as several:
         world.run(mixed)
-    assert several.value.__notes__ == ["raised on ranks 0, 2; ranks 1, 3 raised ValueError: of odd"]
+    assert several.value.__notes__ == ["raised on ranks 0, 2\nranks 1, 3 raised ValueError: of odd"]
+    with pytest.raises(CommError, match="a rank expects 1 elements where another sends 2") as unlike:
+        world.run(lambda: dist.all_to_all_single(torch.empty(4), torch.empty(5), [1] * 4, [2, 1, 1, 1]))
+    assert unlike.value.__notes__ == ["raised on rank 3"]
     x = world.run(torch.ones, 2)
     with pytest.raises(CommError, match="pass values of all ranks as arguments"):
         world.run(lambda: x + 1)
     with all_ranks(1) as other, pytest.raises(CommError, match="ranks of another"):
         other.values(x)
+    with pytest.raises(CommError, match="the ranks have ended"):
+        other.run(rank)
     with pytest.raises(ValueError, match="ranks must be at least 1, not 0"), all_ranks(0):
         pass
     world.run(reduce)
 
 
 def test_an_interrupt_ends_ranks_that_never_end(world: Any) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+
     def runs_on() -> None:
         if rank() == 0:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -249,4 +256,5 @@ def test_an_interrupt_ends_ranks_that_never_end(world: Any) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         world.run(runs_on)
+    signal.signal(signal.SIGINT, before)
     assert world.run(rank) is not None and world.run(dist.barrier) is None

@@ -73,6 +73,11 @@ def init_device_mesh(
                 f"it is alone: start it with torchrun --nproc-per-node {ranks}, or make a mesh of one rank"
             )
         initialise_alone(backends())
+    elif dist.is_initialized() and math.prod(mesh_shape) > dist.get_world_size():
+        raise CommError(
+            f"a mesh of shape {tuple(mesh_shape)} needs {math.prod(mesh_shape)} ranks, but there are "
+            f"{dist.get_world_size()}: start the program with more, or make a smaller mesh"
+        )
     more: dict[str, Any] = {} if backend_override is None else {"backend_override": backend_override}
     return mesh_of_all_ranks(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, **more)
 

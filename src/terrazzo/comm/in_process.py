@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrazzo._meant import by_text, named
 from terrazzo._torch.groups import OwnGroups, autograd_in_this_thread, groups_by_thread, raise_in
 from terrazzo.errors import CommError, DivergedRanksError
 
@@ -161,6 +163,7 @@ class Ranks:
         self.messages: dict[tuple[Any, ...], Tensor] = {}
         self._store = dist.HashStore()
         self._calling = threading.Lock()
+        self._closed = False
         self.ranks = [Rank(self, number) for number in range(size)]
         self.run([self._join] * size)
 
@@ -175,6 +178,8 @@ class Ranks:
                 "this is one rank, and it cannot have all ranks run something: pass values of all ranks as arguments "
                 "of `run`, so that each rank gets its own"
             )
+        if self._closed:
+            raise CommError("the ranks have ended, with the `with` block in which they were made")
         if not self._calling.acquire(blocking=False):
             raise CommError("the ranks are running something else for another thread")
         try:
@@ -215,14 +220,12 @@ class Ranks:
                 self.turn.acquire()
 
     def _why_none_goes_on(self, running: Sequence[Rank]) -> str:
-        places: dict[str, list[int]] = {}
-        for rank in self.ranks:
+        def place(rank: Rank) -> str:
             if rank.error is not None:
-                what = f"raised {type(rank.error).__name__}: {rank.error}"
-            else:
-                what = rank.waits[1]() if rank in running and rank.waits is not None else "returned"
-            places.setdefault(what, []).append(rank.number)
-        lines = [f"{named(numbers)}: {what}" for what, numbers in places.items()]
+                return f"raised {type(rank.error).__name__}: {rank.error}"
+            return rank.waits[1]() if rank in running and rank.waits is not None else "returned"
+
+        lines = by_text((rank.number, place(rank)) for rank in self.ranks)
         return "no rank can go on:\n  " + "\n  ".join(lines)
 
     def _forget(self) -> None:
@@ -236,41 +239,28 @@ class Ranks:
 
     def close(self) -> None:
         """End the threads."""
+        if sys.is_finalizing():  # they have ended with the interpreter
+            return
         self.run([dist.destroy_process_group] * self.size)
+        self._closed = True
         for rank in self.ranks:
             rank.turn.release()  # without a call
             rank.thread.join()
 
 
-def named(ranks: Sequence[int]) -> str:
-    """
-    >>> named([0, 1, 2, 5])
-    'ranks 0-2, 5'
-    >>> named([3])
-    'rank 3'
-    """
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    found = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {found}"
-
-
 def _one_error(errors: Mapping[int, BaseException], stopped: str | None) -> BaseException:
     """The error to raise: the cause, with the ranks that had it. Ranks that only waited for others do not count."""
-    own = {rank: error for rank, error in errors.items() if stopped is None or str(error) != stopped}
+    own = {rank: error for rank, error in errors.items() if stopped is None or stopped not in str(error)}
     if not own:
         return KeyboardInterrupt() if stopped == "it was interrupted" else DivergedRanksError(str(stopped))
     groups: dict[str, list[int]] = {}
     for rank, error in own.items():
         groups.setdefault(f"{type(error).__name__}: {error}", []).append(rank)
     first, *others = groups.items()
-    notes = [f"raised on {named(first[1])}", *(f"{named(ranks)} raised {text}" for text, ranks in others)]
+    notes = [f"raised on {named(first[1])}"]
+    notes += [f"{named(ranks)} raised {shorten(text, 100, placeholder=' ...')}" for text, ranks in others]
     found = own[first[1][0]]
-    found.add_note("; ".join(notes))
+    found.add_note("\n".join(notes))
     return found
 
 

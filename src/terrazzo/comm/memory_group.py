@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from terrazzo._meant import named
 from terrazzo._torch.groups import group_name
-from terrazzo.comm.in_process import BACKEND, Meeting, Rank, named, rank_here
+from terrazzo.comm.in_process import BACKEND, Meeting, Rank, rank_here
 from terrazzo.errors import CommError, DivergedRanksError
 
 
@@ -47,7 +48,7 @@ class _Started(Work):
 
 def _without(kind: str, ranks: Sequence[int], meeting: Meeting) -> str:
     missing = [rank for position, rank in enumerate(ranks) if position not in meeting.given]
-    return f"in {kind}, without {named(missing)}"
+    return f"in {kind}, without {named(missing)}" if missing else f"in {kind}, which failed on another rank"
 
 
 def _given_by(ranks: Sequence[int], meeting: Meeting) -> str:
@@ -274,6 +275,11 @@ def is_in_process(group: ProcessGroup) -> bool:
 
 def _write(out: Tensor, value: Tensor) -> None:
     """Overwrite a tensor, without a trace in autograd's graph."""
+    if out.numel() != value.numel():
+        raise CommError(
+            f"a rank expects {out.numel()} elements where another sends {value.numel()}: the tensors of the ranks do "
+            "not have the sizes that this collective needs"
+        )
     out.detach().copy_(value.detach().reshape(out.shape))
 
 

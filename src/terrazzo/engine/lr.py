@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from terrazzo._meant import meant, taken
 from terrazzo.engine.config import SchedulerConfig
 from terrazzo.engine.lr_cycles import LRRangeTest, OneCycle
 from terrazzo.engine.lr_steps import Schedule, per_group
@@ -172,8 +173,11 @@ def make_scheduler(
     if kind is None:
         raise EngineConfigError(
             f"config: scheduler.type {described.type!r} is not one of {', '.join(_KNOWN)}, nor a scheduler of PyTorch"
+            + meant(described.type, [*_KNOWN, *filter(_pytorchs, dir(torch.optim.lr_scheduler))])
         )
     try:
         return kind(optimizer, **described.params)
     except (TypeError, ValueError) as error:
-        raise EngineConfigError(f"config: scheduler.params do not fit {described.type}: {error}") from error
+        raise EngineConfigError(
+            f"config: scheduler.params do not fit {described.type}: {error}{taken(kind)}"
+        ) from error

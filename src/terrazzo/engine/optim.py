@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from terrazzo._meant import meant, taken
 from terrazzo.engine.config import OptimizerConfig
 from terrazzo.engine.optimizers import Lamb, Lion
 from terrazzo.errors import EngineConfigError, EngineError
@@ -114,13 +115,17 @@ def _from_description(described: OptimizerConfig, trainable: list[Any]) -> torch
             )
     kind = _OWN.get(name.lower()) or getattr(torch.optim, name, None) or getattr(torch.optim, name.capitalize(), None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or kind is torch.optim.Optimizer:
-        raise EngineConfigError(f"config: optimizer.type {described.type!r} is not an optimizer of torch.optim")
+        known = ["Lamb", "Lion", "Muon", *(each for each in dir(torch.optim) if each[0].isupper())]
+        raise EngineConfigError(
+            f"config: optimizer.type {described.type!r} is not Lamb, Lion or Muon, nor an optimizer of torch.optim"
+            f"{meant(described.type, known)}"
+        )
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     try:
         return kind(trainable, **arguments)
     except (TypeError, ValueError) as error:
-        raise EngineConfigError(f"config: optimizer.params do not fit {name}: {error}") from error
+        raise EngineConfigError(f"config: optimizer.params do not fit {name}: {error}{taken(kind)}") from error
 
 
 def _chosen(parameters: Parameters | None, model: nn.Module, before: Mapping[int, str]) -> list[Any]:

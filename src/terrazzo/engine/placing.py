@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from terrazzo._meant import meant
 from terrazzo._torch.groups import split
 from terrazzo.comm import Axis, axis_of, collectives
 from terrazzo.comm.alone import accelerator, initialise
@@ -269,6 +270,7 @@ def gathered_together(model: nn.Module, class_names: tuple[str, ...], *, all_cla
     if absent and all_classes:
         raise EngineConfigError(
             f"config: zero_optimization.wrap names {', '.join(absent)}, but the model has no module of that class"
+            + meant(absent[0], found, f"; it has {', '.join(sorted(found))}")
         )
     uses: dict[nn.Parameter, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):

@@ -212,6 +212,10 @@ class Layout:
         return (Layout.of, (self.mesh, self.placements, tuple(self.shape), self.order))
 
 
+def _allowed_dims(ndim: int) -> str:
+    return f"dim must be from {-ndim} to {ndim - 1}" if ndim else "a tensor without dims cannot be sharded"
+
+
 def _canonical_order(
     order: tuple[int, ...], placements: tuple[Placement, ...], natural: tuple[int, ...]
 ) -> tuple[int, ...]:
@@ -244,7 +248,8 @@ def _checked(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...
         if isinstance(p, CUTS):
             dim = p.dim + len(shape) if p.dim < 0 else p.dim
             if not 0 <= dim < len(shape):
-                raise PlacementsError(f"Shard(dim={p.dim}) does not exist in a tensor of shape {tuple(shape)}")
+                given = f"Shard(dim={p.dim}) does not exist in a tensor of shape {tuple(shape)}"
+                raise PlacementsError(f"{given}: {_allowed_dims(len(shape))}")
             p = Shard(dim) if isinstance(p, Shard) else _StridedShard(dim, split_factor=p.split_factor)
         result.append(p)
     return tuple(result)

@@ -133,7 +133,10 @@ def _even_shape(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Plac
         check_placement(p)
         if isinstance(p, CUTS):
             if not -len(shape) <= p.dim < len(shape):
-                raise PlacementsError(f"{p} does not exist in a local tensor of shape {tuple(local.shape)}")
+                raise PlacementsError(
+                    f"{p!r} does not exist in a local tensor of shape {tuple(local.shape)}: dim must be from "
+                    f"{-len(shape)} to {len(shape) - 1}"
+                )
             shape[p.dim] *= mesh.size(m)
     return shape
 

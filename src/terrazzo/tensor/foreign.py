@@ -18,7 +18,7 @@ def is_torch_dtensor(kind: type) -> bool:
 def check_plain(function: str, value: Any) -> None:
     """Raise if `value` is no tensor, or PyTorch's DTensor, whose global shape would be sharded again."""
     if not isinstance(value, torch.Tensor):
-        raise DTensorTypeError(f"{function} takes a tensor, not {type(value).__name__}")
+        raise DTensorTypeError(f"{function} takes a tensor, not {type(value).__name__}: torch.tensor makes one")
     if is_torch_dtensor(type(value)):
         raise DTensorArgumentError(
             f"{function} got a DTensor of torch.distributed.tensor, which terrazzo cannot use: create all DTensors "

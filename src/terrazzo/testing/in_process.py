@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from terrazzo.comm.in_process import Ranks, is_rank_here, named, rank_here
+from terrazzo._meant import named
+from terrazzo.comm.in_process import Ranks, is_rank_here, rank_here
 from terrazzo.comm.memory_group import make_group
 from terrazzo.errors import CommError
 from terrazzo.layout import Placement

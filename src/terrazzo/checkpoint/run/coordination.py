@@ -27,6 +27,7 @@ import msgspec
 import torch.distributed as dist
 
 from terrazzo import errors
+from terrazzo._meant import by_text
 from terrazzo.comm.control import ControlPlane
 from terrazzo.errors import CheckpointError, CheckpointException, CommError, TerrazzoError
 
@@ -87,7 +88,7 @@ def exception_of(
 ) -> CheckpointException:
     """The exception that all ranks raise, with this rank's own exception as its cause."""
     ranks = sorted({failure.rank for failure in failures})
-    lines = [f"rank {failure.rank}: {failure.kind}: {failure.message}" for failure in failures]
+    lines = by_text((failure.rank, f"{failure.kind}: {failure.message}") for failure in failures)
     count = f"{len(ranks)} rank" + ("s" if len(ranks) != 1 else "")
     text = "\n  ".join([f"{doing} failed on {count}:", *lines, *([why] if why else [])])
     kinds = {failure.kind for failure in failures}

@@ -21,6 +21,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -54,18 +55,25 @@ def operation(what: str, checkpoint_id: str | os.PathLike[str] | None, rank: int
     """Measure the time of the context and log an event at its end; the caller may set `bytes` and `details`."""
     event = Event(what, None if checkpoint_id is None else os.fspath(checkpoint_id), rank)
     start = time.perf_counter()
+    whole = _inside.set(True)
+    first = False
     try:
         yield event
     except BaseException as error:
         event.error = f"{type(error).__name__}: {error}"
+        # An error is one line of the log: of the whole operation, and of the first rank that failed.
+        first = whole.old_value is not True and rank == min(getattr(error, "failures", None) or [rank])
         raise
     finally:
+        _inside.reset(whole)
         event.seconds = time.perf_counter() - start
-        emit(event)
+        emit(event, logging.ERROR if first else logging.INFO)
 
 
-def emit(event: Event) -> None:
+_inside: ContextVar[bool] = ContextVar("inside an operation")
+
+
+def emit(event: Event, level: int = logging.INFO) -> None:
     """Log an event."""
-    level = logging.INFO if event.error is None else logging.ERROR
     if LOGGER.isEnabledFor(level):
         LOGGER.log(level, "%s", event, extra={"event": event})
