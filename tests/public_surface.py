@@ -51,6 +51,7 @@ PUBLIC = (
     "terrazzo.integrations.slurm",
     "terrazzo.launch",
     "terrazzo.layout",
+    "terrazzo.notebook",
     "terrazzo.optim",
     "terrazzo.publish",
     "terrazzo.tensor",

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["__version__", "compile", "compile_report", "install", "uninstall"]
 
-_PACKAGES = ("checkpoint", "comm", "deepspeed", "engine", "errors", "fsdp", "launch", "layout", "optim", "publish",
-             "tensor", "testing", "view")  # fmt: skip
+_PACKAGES = ("checkpoint", "comm", "deepspeed", "engine", "errors", "fsdp", "launch", "layout", "notebook", "optim",
+             "publish", "tensor", "testing", "view")  # fmt: skip
 
 # `import terrazzo` imports none of them, nor PyTorch; `terrazzo.tensor` does, when a program first says it.
 __getattr__, __dir__ = late(

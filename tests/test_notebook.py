@@ -1,0 +1,64 @@
+"""Cells and functions of a notebook on local ranks."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from terrazzo import notebook
+from terrazzo.errors import CommError
+from terrazzo.testing import RanksFailed
+
+
+@pytest.fixture(scope="module")
+def shell() -> Iterator[Any]:
+    """What IPython is to `notebook`."""
+    magics: dict[str, Callable[..., Any]] = {}
+    found = types.SimpleNamespace(
+        magics=magics, register_magic_function=lambda run, kind, name: magics.update({f"{kind} {name}": run})
+    )
+    ipython: Any = types.ModuleType("IPython")
+    ipython.get_ipython = lambda: found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "IPython", ipython)
+        found.ranks = notebook.ranks(2)
+    yield found
+    found.ranks.close()
+
+
+def test_cells_keep_what_they_define_and_show_each_rank(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    cell, ranks = shell.magics["cell ranks"], shell.ranks
+    cell("", "import torch\nimport torch.distributed as dist\nx = torch.ones(2) * dist.get_rank()\nprint('line')\nx")
+    lines = ["rank 0: line", "rank 0: tensor([0., 0.])", "rank 1: line", "rank 1: tensor([1., 1.])"]
+    assert capsys.readouterr().out.splitlines() == lines
+    cell("", "dist.all_reduce(x)\nx")
+    assert capsys.readouterr().out == "ranks 0-1: tensor([1., 1.])\n"
+    factor = 3  # of this function's closure; `x` is that of the cells
+    assert ranks(lambda more: (x * factor + more).tolist(), 1) == [[4.0, 4.0]] * 2  # noqa: F821
+    assert ranks(lambda: [factor])[1] == [3]
+    cell("", "torch.rand(1).item()")
+    cell("", "torch.rand(1).item()")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first != second, "the generators go on"
+
+
+def test_errors_name_the_ranks_and_what_is_lost(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = shell.ranks
+    ranks.run("kept = 1")
+    with pytest.raises(RanksFailed, match=r"(?s)^ranks 0-1 failed\n.*line 1.*1 / 0.*ZeroDivisionError") as failed:
+        ranks.run("1 / 0")
+    assert "new ranks" not in str(failed.value) and ranks(lambda: kept) == [1, 1]  # noqa: F821
+    with pytest.raises(RanksFailed, match=r"(?s)^rank 1 exited with status 3.*The next call starts new ranks"):
+        ranks.run("import os, torch.distributed as dist\nif dist.get_rank() == 1: os._exit(3)")
+    assert repr(ranks) == "<ranks(2)>"
+    with pytest.raises(RanksFailed, match="NameError"):
+        ranks.run("kept")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(CommError, match="install cloudpickle"):
+        ranks(lambda: 1)
+    with pytest.raises(ValueError, match="number must be at least 1, not 0"):
+        notebook.ranks(0)
