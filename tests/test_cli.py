@@ -209,6 +209,31 @@ def test_what_cannot_be_started_is_one_line_and_status_two(tmp_path: Path) -> No
         assert result.exit_code == 2 and result.output.startswith("error: ") and len(result.output.splitlines()) == 1
 
 
+def test_the_shell_completes_commands() -> None:
+    words = {"COMP_WORDS": "terrazzo ver", "COMP_CWORD": "1", "_TERRAZZO_COMPLETE": "complete_bash"}
+    found = subprocess.run(
+        [sys.executable, "-m", "terrazzo"], capture_output=True, text=True, timeout=120, env=os.environ | words
+    )
+    assert found.stdout.split() == ["verify"], found.stderr
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {each["check"]: each for each in json.loads(run("doctor", "--json").stdout)}
+    assert found["pytorch"]["found"] == str(torch.__version__) and found["terrazzo"]["found"] == terrazzo.__version__
+    assert found["store and gloo"] == {"check": "store and gloo", "found": "two ranks met and added", "mend": ""}
+    monkeypatch.setattr("resource.getrlimit", lambda which: (100, 5000))
+    monkeypatch.setattr("socket.gethostbyname", _fails)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    shown = run("doctor")
+    assert shown.exit_code == 1 and "-> raise it before training: ulimit -n 5000" in shown.output
+    assert "-> ranks of several hosts find each other by name" in shown.output and "no such interface" in shown.output
+    assert shown.output.splitlines()[-1].split(" to mend")[0].startswith(("3 of", "4 of"))  # /dev/shm may be small
+
+
+def _fails(*_: object) -> None:
+    raise OSError("no address")
+
+
 def test_ops() -> None:
     printed = run("ops", "softmax").stdout
     assert "rule" in printed and "terrazzo/tensor/ops/norms.py:" in printed and "aten::softmax.int" in printed

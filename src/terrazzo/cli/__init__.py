@@ -33,11 +33,12 @@ class _Commands(LazyGroup):
         "train": Lazy("terrazzo.cli.train:train", "RUN.toml", "start a script on all ranks, again when it crashes"),
         "deepspeed": Lazy("terrazzo.cli.deepspeed:deepspeed", "SCRIPT ...", "as DeepSpeed's command does", True),
         "run": Lazy("terrazzo.cli.run:run", "SCRIPT ...", "a script that imports PyTorch's names, on terrazzo's", True),
+        "doctor": Lazy("terrazzo.cli.doctor:doctor", "", "check this installation and this machine"),
         "demo": Lazy("terrazzo.cli.demo:demo", "", "watch a run survive a crash, in about a minute"),
     }
 
 
-app = typer.Typer(cls=_Commands, help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(cls=_Commands, help=_HELP, no_args_is_help=True, add_completion=True, rich_markup_mode=None)
 
 
 def _print_version(wanted: bool) -> None:

@@ -47,7 +47,7 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Say which command may be meant by a name that is none."""
-        if args and args[0] not in self.table:
+        if args and args[0] not in self.table and not ctx.resilient_parsing:
             ctx.fail(f"there is no command {args[0]!r}{meant(args[0], self.table)}")
         return super().resolve_command(ctx, args)
 
