@@ -456,7 +456,7 @@ class Engine:
             lr_scheduler=load_lr_scheduler_states,
             module_only=load_module_only,
         )
-        return str(path), client_state
+        return os.path.join(load_dir, path.name), client_state  # as it was given, like DeepSpeed's
 
     @_with_shards
     def save_step(
