@@ -453,13 +453,13 @@ def with_planners_of_pytorch(path: str) -> None:
 
     for planner in (dcp.DefaultSavePlanner(), OwnSave()):
         with pytest.raises(
-            CheckpointException, match="(?s)rank 1: .*from terrazzo.checkpoint import DefaultSavePlanner"
+            CheckpointException, match="(?s)ranks 0-1: .*from terrazzo.checkpoint import DefaultSavePlanner"
         ):
             save({"w": torch.ones(3)}, checkpoint_id=f"{path}/a", planner=planner)
     save({"w": torch.ones(3)}, checkpoint_id=f"{path}/a")
     for planner in (dcp.DefaultLoadPlanner(), Own()):
         with pytest.raises(
-            CheckpointException, match="(?s)rank 1: .*from terrazzo.checkpoint import DefaultLoadPlanner"
+            CheckpointException, match="(?s)ranks 0-1: .*from terrazzo.checkpoint import DefaultLoadPlanner"
         ):
             load({"w": torch.ones(3)}, checkpoint_id=f"{path}/a", planner=planner)
     load({"w": torch.ones(3)}, checkpoint_id=f"{path}/a")

@@ -9,6 +9,7 @@ some, one `TorchMovedError` lists them all. `python -m terrazzo._torch` prints t
     autograd, dispatching           graphs and their engine; operators, dispatch and thread-local state
     groups, saving                  process groups and meshes; what torch.save writes
     devices                         devices that torch does not know by itself
+    attention, flex                 fused kernels of attention; another function in place of `flex_attention`
     compiling                       marks for Dynamo
     graphs                          compilers of whole programs; imported with `terrazzo.graphs`
     function_apply, transforms,
@@ -22,6 +23,7 @@ This is the lowest layer. The layers above pass in what the replaced functions n
 """
 
 from terrazzo._torch import (
+    attention,
     autograd,
     checkpointing,
     clipping,
@@ -30,6 +32,7 @@ from terrazzo._torch import (
     devices,
     dispatching,
     exporting,
+    flex,
     function_apply,
     groups,
     masked,
@@ -48,6 +51,7 @@ from terrazzo._torch.declared import check
 check()
 
 __all__ = [
+    "attention",
     "autograd",
     "checkpointing",
     "clipping",
@@ -56,6 +60,7 @@ __all__ = [
     "devices",
     "dispatching",
     "exporting",
+    "flex",
     "function_apply",
     "groups",
     "masked",

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from terrazzo._torch.declared import attribute
+
 _aten: Any = torch.ops.aten
+_RING = "attention of a sequence that is sharded over ranks adds the results with blocks of keys"
+for _device in ("_for_cpu", ""):
+    for _pass in ("", "_backward"):
+        attribute(f"torch.ops.aten._scaled_dot_product_flash_attention{_device}{_pass}", _RING)
 
 
 class Kernel(NamedTuple):

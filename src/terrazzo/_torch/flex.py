@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.nn.attention import flex_attention as module
+from terrazzo._torch.declared import private, replace
 
-_FIRST = "_validate_sdpa_input"
-plain_flex: Callable[..., Any] = module.flex_attention
-_first: Any = getattr(module, _FIRST)
+_HOME = "torch.nn.attention.flex_attention"
+_PATH, _FIRST = f"{_HOME}.flex_attention", f"{_HOME}._validate_sdpa_input"
+_WHY = "flex_attention must see the whole of a sequence that is sharded over ranks"
+plain_flex: Callable[..., Any] = private(_PATH, _WHY, patched=True)
+_first: Callable[..., Any] = private(_FIRST, _WHY, patched=True)
 
 
 def replace_flex(attend: Callable[..., Any], check: Callable[[], None]) -> None:
@@ -23,11 +25,11 @@ def replace_flex(attend: Callable[..., Any], check: Callable[[], None]) -> None:
         check()
         return _first(*args, **kwargs)
 
-    setattr(module, "flex_attention", attend)  # noqa: B010  # for a type checker it is a function
-    setattr(module, _FIRST, checked)
+    replace(_PATH, attend)
+    replace(_FIRST, checked)
 
 
 def restore_flex() -> None:
     """Undo `replace_flex`."""
-    setattr(module, "flex_attention", plain_flex)  # noqa: B010
-    setattr(module, _FIRST, _first)
+    replace(_PATH, plain_flex)
+    replace(_FIRST, _first)

@@ -133,10 +133,10 @@ MUTATIONS = (
         superfluous=_OWN_STREAM,
     ),
     Mutation(
-        f"{_FSDP}.run.gradients:Gradients.release",
+        f"{_FSDP}.run.gradients:Gradients._release_packed",
         sharding.check_plain,
-        "self._running._replace(packed=None)",
-        "self._running",
+        "running._replace(packed=None)",
+        "running",
         superfluous="it frees memory, and orders nothing",
     ),
     Mutation(
@@ -237,8 +237,8 @@ MUTATIONS = (
     Mutation(
         f"{_FSDP}.run.gradients:Gradients._at_rest",
         sharding.check_offload,
-        "resting.copy_(reduced.to(dtype), non_blocking=settings.pinned)",
-        "resting.zero_()",
+        "to_host(reduced.to(dtype), settings)",
+        "to_host(reduced.to(dtype), settings).zero_()",
     ),
     Mutation(
         f"{_FSDP}.run.gradients:Gradients.discard",
