@@ -381,8 +381,10 @@ def recompiles() -> None:
         same(fast(x, 5), model(x, 5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        kept = len(fast._program._sizes)
         same(fast(x, 6), model(x, 6))
         same(fast(x, 2), model(x, 2))
+    assert len(fast._program._sizes) == kept, "calls beyond the limit take no memory"
     report = terrazzo.compile_report(fast)
     assert len(report.graphs) == 4 and [graph.calls for graph in report.graphs] == [1, 1, 1, 2]
     # Another layer is another program.

@@ -227,7 +227,7 @@ class Program:
                 return found
             sizes, called = _sizes_of(given, key)
             here = [given[i] for i in sizes]
-            before = self._sizes.setdefault(called, [])
+            before = self._sizes.get(called, ())
             for _ in range(_MOST_SEARCHES):
                 family, whole, tensors = self._newest(key, given)
                 like = family.key_but_sizes(given, called, sizes)
@@ -258,7 +258,7 @@ class Program:
                 record.error = _located(CaptureError("each call of it runs code that is made anew"), self.name, None)
             if record.error is not None:
                 self._cannot(record.error)
-            before.append(sizes)
+            self._sizes.setdefault(called, []).append(sizes)
             family.remember(whole, record)
             self.records.append(record)
             return record, tensors
