@@ -21,6 +21,7 @@ from torch import nn
 
 from terrazzo.checkpoint import load, save
 from terrazzo.comm.in_process import _VARIABLES
+from terrazzo.deepspeed.utils import groups
 from terrazzo.errors import CommError, DivergedRanksError
 from terrazzo.fsdp import fully_shard
 from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, randn
@@ -173,6 +174,9 @@ def test_each_rank_has_what_a_process_has_once(world: Any) -> None:
     mesh = world.run(init_device_mesh, "cpu", (4,))
     noise = world.run(randn, 8, device_mesh=mesh, placements=[Shard(0)])
     assert len({tuple(part.tolist()) for part in world.local(noise)}) == 4
+    world.run(groups._create_expert_and_data_parallel, 2)
+    places = world.run(lambda: (groups._get_expert_parallel_rank("ep_size_2"), rank()))
+    assert world.values(places[0]) == [0, 1, 0, 1] and world.values(places[1]) == [0, 1, 2, 3]
     for module, names in _VARIABLES.items():
         for name, first in names.items():
             assert hasattr(__import__(module, fromlist=["_"]), name), (module, name, first)

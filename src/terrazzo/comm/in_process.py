@@ -43,6 +43,7 @@ _VARIABLES: Final[Mapping[str, Mapping[str, Callable[[], Any]]]] = {
     },
     "terrazzo.comm.observe": {"observers": tuple, "end_observers": tuple},
     "terrazzo.comm.watch": {"_differences": Counter},
+    "terrazzo.deepspeed.utils.groups": {"_meshes": dict},
     "terrazzo.fsdp.meshes": {"_default": type(None)},
 }
 
