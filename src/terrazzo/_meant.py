@@ -51,7 +51,12 @@ def by_text(texts: Iterable[tuple[int, str]]) -> list[str]:
     >>> by_text([(0, "no space"), (1, "no space"), (2, "late")])
     ['ranks 0-1: no space', 'rank 2: late']
     """
+    return [f"{named(ranks)}: {text}" for text, ranks in alike(texts).items()]
+
+
+def alike(texts: Iterable[tuple[int, str]]) -> dict[str, set[int]]:
+    """Each text, with the ranks that have it."""
     found: dict[str, set[int]] = {}
     for rank, text in texts:
         found.setdefault(text, set()).add(rank)
-    return [f"{named(ranks)}: {text}" for text, ranks in found.items()]
+    return found

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from terrazzo._meant import named
+from terrazzo._meant import alike, named
 from terrazzo.errors import CommError
 from terrazzo.testing.pool import Outcome, RanksFailed, World, in_order_of_failure
 from terrazzo.testing.process import Request
@@ -91,25 +91,16 @@ class Ranks:
         finally:  # also when interrupted: ranks in the middle of a call cannot be used again
             if not done:
                 self.close()
-        for text, those in _groups({outcome.rank: outcome.output for outcome in outcomes}):
+        for text, those in alike((each.rank, each.output) for each in outcomes if each.output).items():
             print("".join(f"{named(those)}: {line}" for line in text.splitlines(keepends=True)), end="")
         failed = [outcome for outcome in in_order_of_failure(outcomes) if not outcome.ok]
         if failed:
-            texts = {each.rank: str(replace(each, output="")).removeprefix(f"=== rank {each.rank} ") for each in failed}
-            lines = [f"{named(those)} {text}" for text, those in _groups(texts)]
+            texts = [(each.rank, str(replace(each, output="")).removeprefix(f"=== rank {each.rank} ")) for each in failed]
+            lines = [f"{named(those)} {text}" for text, those in alike(texts).items()]
             if not done:
                 lines.append("The next call starts new ranks, without what cells have defined.")
             raise RanksFailed("\n".join(lines))
         return outcomes
-
-
-def _groups(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
-    """Each text that is not empty, with the ranks that have it."""
-    found: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        if text:
-            found.setdefault(text, []).append(rank)
-    return [(text, sorted(those)) for text, those in found.items()]
 
 
 def _pickler() -> Any:

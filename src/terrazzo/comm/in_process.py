@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo._meant import by_text, named
+from terrazzo._meant import alike, by_text, named
 from terrazzo._torch.groups import OwnGroups, autograd_in_this_thread, groups_by_thread, raise_in
 from terrazzo.errors import CommError, DivergedRanksError
 
@@ -254,13 +254,10 @@ def _one_error(errors: Mapping[int, BaseException], stopped: str | None) -> Base
     own = {rank: error for rank, error in errors.items() if stopped is None or stopped not in str(error)}
     if not own:
         return KeyboardInterrupt() if stopped == "it was interrupted" else DivergedRanksError(str(stopped))
-    groups: dict[str, list[int]] = {}
-    for rank, error in own.items():
-        groups.setdefault(f"{type(error).__name__}: {error}", []).append(rank)
-    first, *others = groups.items()
+    first, *others = alike((rank, f"{type(error).__name__}: {error}") for rank, error in own.items()).items()
     notes = [f"raised on {named(first[1])}"]
     notes += [f"{named(ranks)} raised {shorten(text, 100, placeholder=' ...')}" for text, ranks in others]
-    found = own[first[1][0]]
+    found = own[min(first[1])]
     found.add_note("\n".join(notes))
     return found
 

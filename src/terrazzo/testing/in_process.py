@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from terrazzo._meant import named
+from terrazzo._meant import alike, named
 from terrazzo.comm.in_process import Ranks, is_rank_here, rank_here
 from terrazzo.comm.memory_group import make_group
 from terrazzo.errors import CommError
@@ -219,10 +219,7 @@ class Ranked:
 
     def _texts(self) -> dict[str, list[int]]:
         """What each value looks like, with the ranks that have it."""
-        found: dict[str, list[int]] = {}
-        for rank, text in enumerate(self._world._each(lambda value: repr(_local(value)), self._by_rank)):
-            found.setdefault(text, []).append(rank)
-        return found
+        return alike(enumerate(self._world._each(lambda value: repr(_local(value)), self._by_rank)))
 
     def _repr_html_(self) -> str:
         drawn = self._world._each(lambda value: value._repr_html_(), self._by_rank)[0] if self._is_dtensor() else None
