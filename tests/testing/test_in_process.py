@@ -182,6 +182,16 @@ def test_each_rank_has_what_a_process_has_once(world: Any) -> None:
             assert hasattr(__import__(module, fromlist=["_"]), name), (module, name, first)
 
 
+def test_a_rank_may_ask_again_and_again_whether_a_collective_has_ended(world: Any) -> None:
+    def asks() -> float:
+        x = torch.ones(1)
+        work = dist.all_reduce(x, async_op=True)
+        assert any(work.is_completed() for _ in range(100))
+        return x.item()
+
+    assert world.run(asks) == 4.0
+
+
 def test_what_is_seen(world: Any) -> None:
     mesh = world.run(init_device_mesh, "cpu", (4,))
     x = world.run(distribute_tensor, torch.arange(4), mesh, [Shard(0)])

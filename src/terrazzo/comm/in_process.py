@@ -82,12 +82,19 @@ class Rank:
     def wait_until(self, can_go_on: Callable[[], bool], where: Callable[[], str]) -> None:
         """Have other ranks run until `can_go_on` returns True; `where` says where it waits, for an error."""
         while not can_go_on():
-            if self.ranks.stopped is not None:
-                raise CommError(self.ranks.stopped)
-            self.waits = can_go_on, where
-            self.ranks.turn.release()
-            self.turn.acquire()
+            self._pause(can_go_on, where)
         self.waits = None
+
+    def let_others_run(self) -> None:
+        """Have each of the other ranks run, if it can, until it waits: this one asks again and again."""
+        self._pause(lambda: True, str)
+
+    def _pause(self, can_go_on: Callable[[], bool], where: Callable[[], str]) -> None:
+        if self.ranks.stopped is not None:
+            raise CommError(self.ranks.stopped)
+        self.waits = can_go_on, where
+        self.ranks.turn.release()
+        self.turn.acquire()
 
     @contextmanager
     def as_this_process(self) -> Iterator[None]:
@@ -165,6 +172,7 @@ class Ranks:
         self._store = dist.HashStore()
         self._calling = threading.Lock()
         self._closed = False
+        self.era = 0  # the number of calls that failed: what was begun in an earlier one is never met
         self.ranks = [Rank(self, number) for number in range(size)]
         self.run([self._join] * size)
 
@@ -234,9 +242,6 @@ class Ranks:
         self.meetings.clear()
         self.messages.clear()
         self.era += 1
-
-    era = 0
-    """The number of calls that failed: what was begun in an earlier one is never met."""
 
     def close(self) -> None:
         """End the threads."""

@@ -23,11 +23,14 @@ class _Started(Work):
     """A collective that this rank has started."""
 
     def __init__(
-        self, rank: Rank, can_go_on: Callable[[], bool], where: Callable[[], str], at_end: Callable[[], None]
+        self,
+        rank: Rank,
+        can_go_on: Callable[[], bool],
+        where: Callable[[], str],
+        at_end: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
-        self._rank, self._can_go_on, self._where = rank, can_go_on, where
-        self._at_end: Callable[[], None] | None = at_end
+        self._rank, self._can_go_on, self._where, self._at_end = rank, can_go_on, where, at_end
 
     def wait(self, timeout: Any = None) -> bool:
         self._rank.wait_until(self._can_go_on, self._where)
@@ -40,6 +43,8 @@ class _Started(Work):
         self.wait()
 
     def is_completed(self) -> bool:
+        if not self._can_go_on():
+            self._rank.let_others_run()
         return self._can_go_on() and self.wait()
 
     def is_success(self) -> bool:
@@ -53,10 +58,6 @@ def _without(kind: str, ranks: Sequence[int], meeting: Meeting) -> str:
 
 def _given_by(ranks: Sequence[int], meeting: Meeting) -> str:
     return named(sorted(ranks[position] for position in meeting.given))
-
-
-def _nothing() -> None:
-    pass
 
 
 def make_group(store: Any, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
@@ -122,7 +123,7 @@ class _Group(_Base):
             meeting.is_over = True
 
         ranks = dist.get_process_group_ranks(self)
-        return _Started(here, lambda: meeting.is_over, lambda: _without(kind, ranks, meeting), _nothing)
+        return _Started(here, lambda: meeting.is_over, lambda: _without(kind, ranks, meeting))
 
     # -------------------------------------------------------------- collectives
 
@@ -248,7 +249,7 @@ class _Group(_Base):
         here = rank_here(self.group_name)
         key = self._next("send", self.rank(), to, tag)
         here.ranks.messages[key] = tensors[0].detach().clone()
-        return _Started(here, lambda: True, str, _nothing)
+        return _Started(here, lambda: True, str)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
         here = rank_here(self.group_name)
