@@ -182,6 +182,19 @@ def test_each_rank_has_what_a_process_has_once(world: Any) -> None:
             assert hasattr(__import__(module, fromlist=["_"]), name), (module, name, first)
 
 
+def test_arguments_are_copies_that_refer_to_each_other(world: Any) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, weights: list[torch.Tensor]) -> tuple[bool, float]:
+        model(torch.ones(1, 1)).sum().mul(rank()).backward()
+        optimizer.step()
+        return weights[0] is model.weight, model.weight.item()
+
+    model = nn.Linear(1, 1)
+    nn.init.zeros_(model.weight)
+    same, weights = world.run(train, model, torch.optim.SGD(model.parameters(), lr=1.0), [model.weight])
+    assert same is True and world.values(weights) == [0.0, -1.0, -2.0, -3.0]
+    assert model.weight.item() == 0.0, "the original"
+
+
 def test_a_rank_may_ask_again_and_again_whether_a_collective_has_ended(world: Any) -> None:
     def asks() -> float:
         x = torch.ones(1)

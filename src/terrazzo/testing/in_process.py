@@ -100,8 +100,9 @@ class AllRanks:
 
         Args:
             function: Any function, also a closure or a lambda; each rank makes a mesh, a model and the like of its own.
-            args: Of a `Ranked`, anywhere in them, each rank gets its own value; of other things it gets a copy, as a
-                process would.
+            args: Of a `Ranked`, also in tuples, lists and dicts, each rank gets its own value. Of tensors, modules and
+                optimizers it gets copies, of which one refers to another as before. Other objects are passed as they
+                are, so all ranks have the same one.
             kwargs: Keyword arguments, as `args`.
         """
         state = _ThreadState()
@@ -112,7 +113,7 @@ class AllRanks:
     def _call(self, state: _ThreadState, function: Callable[..., Any], args: Any, kwargs: Any, rank: int) -> Any:
         if isinstance(function, Ranked):
             function = _own(function)
-        args, kwargs = _copied((args, kwargs), rank)
+        args, kwargs = _copied((args, kwargs), rank, {})
         with state.taken():
             return function(*args, **kwargs)
 
@@ -217,7 +218,7 @@ class Ranked:
     def _is_dtensor(self) -> bool:
         return all(isinstance(value, DTensor) for value in self._by_rank)
 
-    def _texts(self) -> dict[str, list[int]]:
+    def _texts(self) -> dict[str, set[int]]:
         """What each value looks like, with the ranks that have it."""
         return alike(enumerate(self._world._each(lambda value: repr(_local(value)), self._by_rank)))
 
@@ -253,15 +254,16 @@ def _own(value: Ranked) -> Any:
     return value._by_rank[rank_here().number]
 
 
-def _copied(value: Any, rank: int) -> Any:
-    """What a rank gets as arguments: its own value of what belongs to the ranks, and copies of other things."""
+def _copied(value: Any, rank: int, memo: dict[int, Any]) -> Any:
+    """What a rank gets as arguments: its own value of what belongs to the ranks, and copies of what it may change."""
     if isinstance(value, Ranked):
         return value._by_rank[rank]
     if type(value) in (tuple, list):
-        return type(value)(_copied(each, rank) for each in value)
+        return type(value)(_copied(each, rank, memo) for each in value)
     if type(value) is dict:
-        return {key: _copied(each, rank) for key, each in value.items()}
-    return copy.deepcopy(value) if isinstance(value, torch.Tensor | nn.Module) else value
+        return {key: _copied(each, rank, memo) for key, each in value.items()}
+    copies = isinstance(value, torch.Tensor | nn.Module | torch.optim.Optimizer)
+    return copy.deepcopy(value, memo) if copies else value
 
 
 def _first(value: Any) -> Ranked | None:
