@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+from contextlib import suppress
 from importlib.metadata import entry_points
 from typing import Final
 
@@ -12,7 +13,7 @@ from terrazzo.checkpoint.formats.format import Format, Found
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import named_by_latest
 from terrazzo.checkpoint.stores import Place, Store
-from terrazzo.errors import CheckpointExistsError, CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointExistsError, CheckpointFormatError, CheckpointNotFoundError, TerrazzoError
 
 # In the order in which they are tried; the first that finds a checkpoint is used. terrazzo's own ones are imported when
 # they are tried: most checkpoints are native, and the others have many modules.
@@ -145,7 +146,22 @@ def located(path: str | os.PathLike[str] | Place | Store) -> tuple[Format, Place
     named_by_latest(place)  # raises if `latest` is the cause
     raise CheckpointNotFoundError(
         f"there is no committed checkpoint at {place}: it has neither a {MANIFEST} nor files of another known format"
+        f"{_nested(place)}"
     )
+
+
+def _nested(place: Place) -> str:
+    """The end of an error message: which checkpoints a folder holds that is none, among its last 20 names."""
+    found: list[str] = []
+    with suppress(TerrazzoError, OSError):  # a file, or a folder that cannot be listed: the first error says enough
+        for name in sorted(place.names(), key=lambda name: (len(name), name))[:-21:-1]:
+            with suppress(TerrazzoError, OSError):
+                if find(place / name) is not None:
+                    found.append(name)
+    if not found:
+        return ""
+    several = "" if len(found) == 1 else f" (also {', '.join(found[1:4])}{', ...' if len(found) > 4 else ''})"
+    return f"; but there is one at {place / found[0]}{several}"
 
 
 def _check_there(place: Place) -> None:
