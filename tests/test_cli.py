@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -168,7 +169,8 @@ def test_convert(path: str, tmp_path: Path) -> None:
     file, back = str(tmp_path / "x.pt"), str(tmp_path / "back")
     assert run("convert", path, file, "--to", "torch_save").exit_code == 0
     assert torch.equal(torch.load(file)["model"]["layers.2.w"], STATE["model"]["layers.2.w"])
-    assert run("convert", file, back).exit_code == 0
+    done = json.loads(run("convert", file, back, "--json").stdout)
+    assert done == {"source": file, "target": back, "format": "native", "bytes": 58}
     target = {"model": {"layers.2.w": torch.zeros(3, 4)}}
     load(target, checkpoint_id=back)
     assert torch.equal(target["model"]["layers.2.w"], STATE["model"]["layers.2.w"])
@@ -183,11 +185,26 @@ def test_errors_are_one_line_and_status_two(tmp_path: Path) -> None:
         assert result.exit_code == 2 and result.output.startswith("error: ")
 
 
+def test_a_folder_of_checkpoints_is_not_one_but_names_them(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("none")
+    for step in (9, 10):
+        save({"step": step}, checkpoint_id=tmp_path / f"step{step}")
+    found = run("ls", str(tmp_path))
+    assert found.exit_code == 2
+    assert found.output.endswith(f"; but there is one at {tmp_path / 'step10'} (also step9)\n")
+    shutil.rmtree(tmp_path / "step9")
+    assert run("ls", str(tmp_path)).output.endswith(f"; but there is one at {tmp_path / 'step10'}\n")
+    shutil.rmtree(tmp_path / "step10")
+    assert "but there is one" not in run("ls", str(tmp_path)).output
+
+
 def test_train_shows_the_line_of_torchrun(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "run.toml").write_text('script = "train.py"\narguments = ["a b"]\n[ranks]\nper_host = 4')
     shown = run("train", str(tmp_path / "run.toml"), "--show", "--per-host", "2", "--restarts", "1")
     assert shown.exit_code == 0
+    again = run("train", str(tmp_path / "run.toml"), "--show", "--json", "--per-host", "2", "--restarts", "1")
+    assert json.loads(again.stdout)["command"] == shlex.split(shown.stdout)
     line = shlex.split(shown.stdout)
     assert line[line.index("torchrun") + 1 :] == [
         "--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", "--shutdown-timeout=120",

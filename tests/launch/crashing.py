@@ -22,6 +22,7 @@ def main(run: Any, steps: str, crash_at: str) -> None:
     data = TensorDataset(torch.randn(32, 6), torch.randn(32, 2))
     engine = initialize(model, training_data=data, config=run.engine)
     engine.load_checkpoint(run.checkpoints)
+    print(f"from step {engine.global_steps}", flush=True)
     folder = Path(run.path).parent
     for x, y in engine.training_dataloader:
         if engine.global_steps == int(steps):

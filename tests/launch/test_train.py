@@ -108,10 +108,18 @@ def test_a_rank_that_dies_costs_a_restart_and_nothing_else(tmp_path):
 def test_a_rank_that_always_dies_ends_the_run_with_its_status(tmp_path):
     shutil.copy(HERE / "crashing.py", tmp_path)
     (tmp_path / "run.toml").write_text(CRASHING.replace(f'"{CRASH_AT}"]', '"1"]'))
-    ended = command(*terrazzo(), "train", str(tmp_path / "run.toml"), "--restarts", "0", "--per-host", "1")
+    ended = command(*terrazzo(), "train", str(tmp_path / "run.toml"), "--restarts", "0", "--per-host", "1", "--json")
     assert ended.returncode == 128 + 9, ended.stderr
     assert "rank 0 was killed by SIGKILL; the latest checkpoint is none" in ended.stderr
     assert "went on" not in ended.stderr
+    assert "from step 0" in ended.stderr, "stdout is for the JSON"
+    assert json.loads(ended.stdout) == {
+        "status": 128 + 9,
+        "why": "rank 0 was killed by SIGKILL",
+        "checkpoints": str(tmp_path / "checkpoints"),
+        "latest": None,
+        "recoveries": [],
+    }
 
 
 def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path):

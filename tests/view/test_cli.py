@@ -49,7 +49,8 @@ def test_a_checkpoint(paths, tmp_path, monkeypatch):
 
 
 def test_two_checkpoints(paths, tmp_path):
-    assert run(*paths, "--out", tmp_path / "page.html").exit_code == 0
+    done = json.loads(run(*paths, "--out", tmp_path / "page.html", "--json").stdout)
+    assert done["kind"] == "diff" and done["page"] == str(tmp_path / "page.html") and done["address"] is None
     data = data_of(tmp_path / "page.html")
     assert [row["name"] for row in data["rows"]] == ["step", "w"] and data["titles"] == [str(path) for path in paths]
     assert run(*paths, "--out", tmp_path / "page.html", "--tolerance", 1).exit_code == 0
@@ -137,14 +138,15 @@ def test_without_plotly_pages_without_charts_are_made(paths, tmp_path, monkeypat
 
 def test_serving_until_interrupted(paths, tmp_path):
     pytest.importorskip("plotly")
-    command = [sys.executable, "-m", "terrazzo", "view", str(paths[0]), "--serve"]
+    command = [sys.executable, "-m", "terrazzo", "view", str(paths[0]), "--serve", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
     signal.signal(signal.SIGINT, before)
     try:
-        line = process.stdout.readline()
-        url = next(word for word in line.split() if word.startswith("http://127.0.0.1:"))
+        said = json.loads("".join(iter(process.stdout.readline, "}\n")) + "}")
+        url = said["address"]
+        assert url.startswith("http://127.0.0.1:") and said["page"] is None
         with urllib.request.urlopen(f"{url}statistics?name=w&of=0", timeout=60) as response:
             assert json.loads(response.read())["elements"] == 4
         process.send_signal(signal.SIGINT)

@@ -9,7 +9,7 @@ import typer
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.formats.convert import convert as convert_checkpoint
 from terrazzo.checkpoint.formats.registry import named, names
-from terrazzo.cli.screen import CheckpointPath, errors, progress, say
+from terrazzo.cli.screen import CheckpointPath, Json, errors, print_json, progress, say
 from terrazzo.errors import CheckpointExistsError
 
 
@@ -27,12 +27,13 @@ def convert(
     only: Annotated[
         str | None, typer.Option(help="To safetensors: where the weights are in the checkpoint, as `model`.")
     ] = None,
+    json: Json = False,
 ) -> None:
     """Convert a checkpoint into another format, with little memory."""
     with errors():
         format = named(to)
         total = Checkpoint(source).total_bytes()
-        with progress("converting", total) as advance:
+        with progress("converting", total, hidden=json) as advance:
             try:
                 convert_checkpoint(
                     source,
@@ -48,4 +49,7 @@ def convert(
                 if overwrite or not format.replaces:
                     raise
                 raise CheckpointExistsError(str(error).replace("with overwrite=True", "pass --overwrite")) from error
-        say(f"{source} -> {target} ({to})")
+        if json:
+            print_json({"source": source, "target": target, "format": to, "bytes": total})
+        else:
+            say(f"{source} -> {target} ({to})")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Annotated, Any
 
 import msgspec
@@ -46,6 +48,23 @@ def print_json(document: Any) -> None:
         text = json.dumps(msgspec.to_builtins(document), indent=2, ensure_ascii=False)
     # JSON escapes some control characters; the others are escaped here in the same way.
     typer.echo("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text))
+
+
+@contextmanager
+def said_on_stderr(wanted: bool) -> Iterator[None]:
+    """Inside, what this process and those that it starts write to stdout goes to stderr: stdout is for JSON."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from terrazzo.cli.screen import ERR, errors
+from terrazzo.cli.screen import ERR, Json, errors, print_json, said_on_stderr
 
 
 def train(
@@ -18,10 +20,12 @@ def train(
     per_host: Annotated[int | None, typer.Option(min=1, help="Ranks on this host, instead of the file's.")] = None,
     restarts: Annotated[int | None, typer.Option(min=0, help="Restarts after a crash, instead of the file's.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Print the equivalent torchrun command and exit.")] = False,
+    json: Json = False,
 ) -> None:
     """Start or resume a run, and restart it when it crashes.
 
-    On several hosts, give the same command on each. The exit status is that of the rank that failed.
+    On several hosts, give the same command on each. The exit status is that of the rank that failed. With --json, what
+    the ranks print goes to stderr, and stdout gets how the run ended.
     """
     from terrazzo.launch.config import Run, read_run
     from terrazzo.launch.history import History
@@ -34,20 +38,28 @@ def train(
         ranks = msgspec.structs.replace(given.config.ranks, **changes)
         run = Run(given.path, msgspec.structs.replace(given.config, ranks=ranks))
         if show:
-            typer.echo(torchrun_line(run))
+            line = torchrun_line(run)
+            print_json({"command": shlex.split(line)}) if json else typer.echo(line)
             return
         latest = run.latest()
         _say(f"{run.checkpoints}: " + ("no checkpoint yet" if latest is None else f"the latest checkpoint is {latest}"))
         history = History(run.checkpoints)
+        recoveries: list[dict[str, float]] = []
 
         def tell(recovery: Recovery) -> None:
             _say(f"went on: {recovery}")
             history.went_on(recovery)
+            recoveries.append(asdict(recovery))
 
         history.started()
-        ending = start(run, tell)
+        with said_on_stderr(json):
+            ending = start(run, tell)
         history.ended(ending.status, ending.why)
-        _say(f"{ending.why or 'done'}; the latest checkpoint is {run.latest() or 'none'}")
+        latest = run.latest()
+        _say(f"{ending.why or 'done'}; the latest checkpoint is {latest or 'none'}")
+        if json:
+            places = {"checkpoints": str(run.checkpoints), "latest": latest}
+            print_json({"status": ending.status, "why": ending.why, **places, "recoveries": recoveries})
     raise typer.Exit(ending.status)
 
 

@@ -13,7 +13,7 @@ import typer
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.manager.records import steps_at
 from terrazzo.checkpoint.stores.places import is_url
-from terrazzo.cli.screen import errors, paused_collector, progress, say
+from terrazzo.cli.screen import ERR, Json, errors, paused_collector, print_json, progress, said_on_stderr, say
 from terrazzo.errors import ViewError
 from terrazzo.launch.config import read_run
 from terrazzo.layout import Layout, Replicate
@@ -50,32 +50,38 @@ def view(
     shape: Annotated[str | None, typer.Option(help="Of its tensor, as 4096,4096.")] = None,
     placements: Annotated[str, typer.Option(help='Of its tensor, as "S(0),S(1)".')] = "",
     dtype: Annotated[str, typer.Option(help="Of its tensor.")] = "float32",
+    as_json: Json = False,
 ) -> None:
     """Show a checkpoint, what differs between two, who holds what, a step, or a run, as one page of HTML.
 
     The page needs no network. Without --out and --serve it is written to terrazzo-view.html.
     """
     with errors():
-        page, checkpoints = _page(what or [], mesh, shape, placements, dtype, tolerance, losses, perfetto)
-        if out is not None or not serve:
-            target = Path("terrazzo-view.html") if out is None else out
-            page.save(target)
-            say(f"{page.title}: {target}")
-            if browser and not serve:
-                webbrowser.open(target.absolute().as_uri())
-        if serve:
-            _serve(page, checkpoints, port, browser)
+        with said_on_stderr(as_json):
+            page, checkpoints = _page(what or [], mesh, shape, placements, dtype, tolerance, losses, perfetto)
+            target = Path("terrazzo-view.html") if out is None and not serve else out
+            if target is not None:
+                page.save(target)
+                say(f"{page.title}: {target}")
+            viewer = Viewer(page, checkpoints, port) if serve else None
+            if viewer is not None:
+                say(f"{page.title}: {viewer.url} (until Ctrl-C)")
+        if as_json:
+            places = {"page": target and str(target), "address": viewer and viewer.url}
+            print_json({"title": page.title, "kind": page.data["kind_of_page"], **places})
+        if browser and viewer is not None:
+            webbrowser.open(viewer.url)
+        elif browser and target is not None:
+            webbrowser.open(target.absolute().as_uri())
+        if viewer is not None:
+            _serve(viewer)
 
 
-def _serve(page: Page, checkpoints: list[Checkpoint], port: int, browser: bool) -> None:
-    viewer = Viewer(page, checkpoints, port)
-    say(f"{page.title}: {viewer.url} (until Ctrl-C)")
-    if browser:
-        webbrowser.open(viewer.url)
+def _serve(viewer: Viewer) -> None:
     try:
         viewer.serve_forever()
     except KeyboardInterrupt:
-        say("ended")
+        say("ended", on=ERR)
     finally:
         viewer.close()
 

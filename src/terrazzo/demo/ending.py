@@ -59,8 +59,8 @@ def compare(
     killed_at: int,
     resumed_from: int,
     screen: Screen,
-) -> bool:
-    """Draw the loss across the crash beside the uninterrupted run's; whether they are the same."""
+) -> float:
+    """Draw the loss across the crash beside the uninterrupted run's; by how much they differ at most."""
     screen.heading("The loss across the crash")
     chart = Chart(
         "Loss across a crash, beside an uninterrupted run",
@@ -91,7 +91,7 @@ def compare(
         f"   in {len(steps)} steps the loss differs from the uninterrupted run's by at most {worst:.1e}: {verdict}",
         style="green" if same else "red",
     )
-    return same
+    return worst
 
 
 def _write_table(

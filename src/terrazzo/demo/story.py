@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.filesize import decimal as human_size
 
 from terrazzo.demo import text
 from terrazzo.demo.crash import HalfSaved, half_saved
-from terrazzo.demo.ending import Command, check_and_export, compare
+from terrazzo.demo.ending import TOLERANCE, Command, check_and_export, compare
 from terrazzo.demo.messages import Inbox, Probed, Ready, Saved, Trained, Warned
 from terrazzo.demo.plan import FIRST, SECOND, Leg, Plan
 from terrazzo.demo.processes import TrainingRanks
@@ -67,8 +68,8 @@ class Run:
         return bool(messages)
 
 
-def tell(plan: Plan, console: Console, terrazzo: Command) -> bool:
-    """Run the demo; returns whether the run that crashed and the one that did not are the same."""
+def tell(plan: Plan, console: Console, terrazzo: Command) -> dict[str, Any]:
+    """Run the demo; returns its results, such as whether the run that crashed and the one that did not are the same."""
     began = time.monotonic()
     screen = Screen(console, plan.steps)
     _make_room(plan.folder)
@@ -89,10 +90,21 @@ def tell(plan: Plan, console: Console, terrazzo: Command) -> bool:
             for run in runs:
                 run.ranks.kill()
     same_model = check_and_export(plan, resumed_from, alone.probe, screen, terrazzo)
-    same_losses = compare(plan, alone.losses, first.losses, second.losses, killed_at, resumed_from, screen)
+    worst = compare(plan, alone.losses, first.losses, second.losses, killed_at, resumed_from, screen)
     written = [name for name in OUTPUTS if (plan.folder / name).exists()]
-    screen.say(f"\nIn {plan.folder}: {', '.join(written)} ({time.monotonic() - began:.0f} s)")
-    return same_model and same_losses
+    seconds = time.monotonic() - began
+    screen.say(f"\nIn {plan.folder}: {', '.join(written)} ({seconds:.0f} s)")
+    return {
+        "same": same_model and worst <= TOLERANCE,
+        "same_model": same_model,
+        "largest_difference_of_losses": worst,
+        "steps": plan.steps,
+        "killed_while_saving": killed_at,
+        "resumed_from": resumed_from,
+        "folder": str(plan.folder),
+        "written": written,
+        "seconds": seconds,
+    }
 
 
 def _make_room(folder: Path) -> None:
