@@ -58,7 +58,7 @@ def test_errors_name_the_ranks_and_what_is_lost(shell: Any, monkeypatch: pytest.
     with pytest.raises(RanksFailed, match="NameError"):
         ranks.run("kept")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(CommError, match="install cloudpickle"):
+    with pytest.raises(CommError, match=r"install cloudpickle \(pip install 'terrazzo\[notebook\]'"):
         ranks(lambda: 1)
     with pytest.raises(ValueError, match="number must be at least 1, not 0"):
         notebook.ranks(0)

@@ -95,7 +95,8 @@ class Ranks:
             print("".join(f"{named(those)}: {line}" for line in text.splitlines(keepends=True)), end="")
         failed = [outcome for outcome in in_order_of_failure(outcomes) if not outcome.ok]
         if failed:
-            texts = [(each.rank, str(replace(each, output="")).removeprefix(f"=== rank {each.rank} ")) for each in failed]
+            silent = [(each.rank, str(replace(each, output=""))) for each in failed]
+            texts = [(rank, text.removeprefix(f"=== rank {rank} ")) for rank, text in silent]
             lines = [f"{named(those)} {text}" for text, those in alike(texts).items()]
             if not done:
                 lines.append("The next call starts new ranks, without what cells have defined.")
@@ -107,8 +108,8 @@ def _pickler() -> Any:
     """What sends functions by value."""
     if importlib.util.find_spec("cloudpickle") is None:
         raise CommError(
-            "to send a function to ranks from a notebook, install cloudpickle (pip install cloudpickle); or begin a "
-            "cell with %%ranks, which runs its lines there"
+            "to send a function to ranks from a notebook, install cloudpickle (pip install 'terrazzo[notebook]', or "
+            "cloudpickle alone); or begin a cell with %%ranks, which runs its lines there"
         )
     return importlib.import_module("cloudpickle")
 
