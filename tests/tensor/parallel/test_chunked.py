@@ -27,7 +27,7 @@ def layers(bias: bool) -> nn.Sequential:
 def check(world: int) -> None:
     mesh = init_device_mesh(device_type(), (world,))
     generator = torch.Generator().manual_seed(1)
-    cases = ((4 * world, 2, True), (4 * world, 3, False), (2 * world, 5, True), (4 * world - 1, 2, True))
+    cases = ((4 * world, 2, True), (4 * world, 3, False), (2 * world, 5, True), (4 * world - 1, 2, True), (0, 2, True))
     for length, chunks, bias in cases:
         x, weight = (torch.randn(3, length, 6, generator=generator).to(device_type()) for _ in range(2))
         one = layers(bias).to(device_type())
@@ -48,7 +48,7 @@ def check(world: int) -> None:
         torch.testing.assert_close(mine.grad.full_tensor(), one_x.grad, rtol=1e-4, atol=1e-5)
         for (name, p), q in zip(model.named_parameters(), one.parameters(), strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: {m}")  # noqa: B023
-        if world > 1 and length % world == 0:
+        if world > 1 and length and length % world == 0:
             own = min(chunks, length // world)
             wanted = len(torch.arange(length // world).chunk(own))
             assert seen.get_comm_counts()["all_gather"] == seen.get_comm_counts()["reduce_scatter"] == 2 * wanted

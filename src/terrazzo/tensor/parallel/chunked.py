@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from terrazzo.comm import differentiable as typed
 from terrazzo.comm.axis import Axis, axis_of
 from terrazzo.comm.collectives import all_gather_start, reduce_scatter_start
+from terrazzo.comm.pending import Pending
 from terrazzo.layout import Layout, Shard
 from terrazzo.tensor.dtensor import DTensor, wrap
 
@@ -26,41 +27,39 @@ from terrazzo.tensor.dtensor import DTensor, wrap
 def gathers_in_chunks(module: nn.Linear, x: Any, chunks: int) -> DTensor | None:
     """The column-wise layer's output for an input that is sharded along a dim; None where that cannot be."""
     found = _along(module, x)
-    if found is None or not found[1].is_shard() or x.shape[found[0]] % found[2].size:
+    if found is None:
         return None
-    dim, _, axis = found
-    weight, bias = module.weight, module.bias
-    assert isinstance(weight, DTensor)
-    local_bias = None if bias is None else bias._local  # type: ignore[attr-defined]  # as the weight
-    y = _GatherLinear.apply(*_cast(x._local, weight._local, local_bias), axis, dim, chunks)
+    dim, axis = found
+    weight: Any = module.weight
+    bias: Any = module.bias
+    y = _GatherLinear.apply(*_cast(x._local, weight._local, None if bias is None else bias._local), axis, dim, chunks)
     return wrap(y, Layout.of(x.device_mesh, [Shard(x.ndim - 1)], (*x.shape[:-1], module.out_features)))
 
 
 def scatters_in_chunks(module: nn.Linear, x: Any, to: Any, chunks: int) -> DTensor | None:
     """The row-wise layer's output, sharded as `to` says, for an input that is sharded on its features; or None."""
     found = _along(module, x, to)
-    if found is None or not x.placements[0].is_shard(x.ndim - 1) or x.shape[found[0]] % found[2].size:
+    if found is None or not x.placements[0].is_shard(x.ndim - 1):
         return None
-    dim, placement, axis = found
-    weight, bias = module.weight, module.bias
-    assert isinstance(weight, DTensor)
-    x_local, w, _ = _cast(x._local, weight._local, None)
-    y = _LinearScatter.apply(x_local, w, axis, dim, chunks)
+    dim, axis = found
+    weight: Any = module.weight
+    bias: Any = module.bias
+    y = _LinearScatter.apply(*_cast(x._local, weight._local), axis, dim, chunks)
     if bias is not None:
-        own: Any = bias
-        y = y + typed.cast(own._local, axis).to(y.dtype)  # each rank adds it to its rows
-    return wrap(y, Layout.of(x.device_mesh, [placement], (*x.shape[:-1], module.out_features)))
+        y = y + typed.cast(bias._local, axis).to(y.dtype)  # each rank adds it to its rows
+    return wrap(y, Layout.of(x.device_mesh, [Shard(dim)], (*x.shape[:-1], module.out_features)))
 
 
-def _along(module: nn.Linear, x: Any, to: Any = None) -> tuple[int, Any, Axis] | None:
-    """The dim of the sequence, its placement, and the ranks."""
+def _along(module: nn.Linear, x: Any, to: Any = None) -> tuple[int, Axis] | None:
+    """The dim of the sequence, of which all ranks have equal parts, and the ranks; None where that is not so."""
     if not isinstance(x, DTensor) or x.device_mesh.ndim != 1 or not isinstance(module.weight, DTensor):
         return None
     placement = x.placements[0] if to is None else to
     if not isinstance(placement, Shard) or x.ndim < 2:
         return None
     dim, axis = placement.dim % x.ndim, axis_of(x.device_mesh, 0)
-    return None if dim == x.ndim - 1 or axis.size == 1 else (dim, Shard(dim), axis)
+    fits = dim < x.ndim - 1 and axis.size > 1 and x.shape[dim] and not x.shape[dim] % axis.size
+    return (dim, axis) if fits else None
 
 
 def _cast(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -74,7 +73,7 @@ class _GatherLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int, chunks: int) -> Tensor:
         parts = x.chunk(chunks, dim)
-        started = [all_gather_start(part.contiguous(), axis, dim, _lengths(part, axis, dim)) for part in parts]
+        started = [_gather_start(part, axis, dim) for part in parts]
         gathered, results = [], []
         for each in started:
             gathered.append(each.wait())
@@ -116,22 +115,17 @@ class _LinearScatter(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         axis, dim, lengths = ctx.rest
-        started = [
-            all_gather_start(part.contiguous(), axis, dim, (part.shape[dim],) * axis.size)
-            for part in grad.split(lengths, dim)
-        ]
+        started = [_gather_start(part, axis, dim) for part in grad.split(lengths, dim)]
         gathered, results = [], []
         for each in started:
             gathered.append(each.wait())
             results.append(gathered[-1] @ weight)
-        of_weight = None
-        if ctx.needs_input_grad[1]:
-            of_weight = _of_weight(_in_order(gathered, axis, dim), x)
+        of_weight = _of_weight(_in_order(gathered, axis, dim), x) if ctx.needs_input_grad[1] else None
         return _in_order(results, axis, dim), of_weight, None, None, None
 
 
-def _lengths(part: Tensor, axis: Axis, dim: int) -> tuple[int, ...]:
-    return (part.shape[dim],) * axis.size
+def _gather_start(part: Tensor, axis: Axis, dim: int) -> Pending[Tensor]:
+    return all_gather_start(part.contiguous(), axis, dim, (part.shape[dim],) * axis.size)
 
 
 def _in_chunks(whole: Tensor, axis: Axis, dim: int, lengths: Sequence[int]) -> list[Tensor]:
