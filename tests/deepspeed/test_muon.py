@@ -98,6 +98,7 @@ def test_which_parameters_muon_takes():
     taken, rest = groups_of(model, lr=0.3, adam_lr=0.1, ns_method="standard")
     assert {id(p) for p in taken["params"]} == {id(model.up.weight), id(model.down.weight)}
     assert (taken["lr"], rest["lr"], rest["betas"], rest["eps"]) == (0.3, 0.1, (0.9, 0.95), 1e-10)
+    assert "adam_lr" not in rest, "only what the optimizer takes"
     model.embedding.weight.use_muon, model.down.weight.use_muon = True, False
     taken, _ = groups_of(model)
     assert {id(p) for p in taken["params"]} == {id(model.embedding.weight), id(model.up.weight)}

@@ -75,8 +75,8 @@ def _muon(arguments: Mapping[str, Any], trainable: list[Any], names: Mapping[int
             f"config: optimizer.params do not fit Muon: there is no {', '.join(sorted(unknown))}; there are lr, "
             f"weight_decay, ns_method, {', '.join((*_OF_MUON, *_OF_ADAM))}"
         )
-    muon = {**shared, **muon, "lr": muon.pop("muon_lr", shared.get("lr", 0.02))}
-    adam = {**shared, **adam, "lr": adam.pop("adam_lr", shared.get("lr", 3e-4))}
+    muon = {**shared, "lr": muon.pop("muon_lr", shared.get("lr", 0.02)), **muon}
+    adam = {**shared, "lr": adam.pop("adam_lr", shared.get("lr", 3e-4)), **adam}
     if "betas" in adam:
         adam["betas"] = tuple(adam["betas"])
     groups = []
