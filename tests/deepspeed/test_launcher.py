@@ -54,6 +54,9 @@ def test_host_files(tmp_path):
     ):
         path.write_text(text)
         wrong(words, fetch_hostfile, path)
+    wrong("host file .* cannot be read", fetch_hostfile, tmp_path)  # a folder
+    path.write_bytes(b"one\xff slots=1")
+    wrong("host file .* cannot be read", fetch_hostfile, path)
 
 
 def test_which_slots_are_left():

@@ -42,10 +42,13 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 
 def fetch_hostfile(hostfile_path: str | os.PathLike[str]) -> dict[str, int] | None:
     """The hosts of a file and the number of slots of each; None if there is no such file."""
-    if not os.path.isfile(hostfile_path):
+    try:
+        with open(hostfile_path, encoding="utf-8") as file:
+            return _parse_hostfile(file)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    with open(hostfile_path, encoding="utf-8") as file:
-        return _parse_hostfile(file)
+    except (OSError, UnicodeDecodeError) as error:  # ranks must not run on this host alone
+        raise RunConfigError(f"the host file {os.fspath(hostfile_path)} cannot be read: {error}") from error
 
 
 def _parse_hostfile(hostfile_lines: Iterable[str]) -> dict[str, int]:
