@@ -101,7 +101,7 @@ def _limits() -> list[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = 0 <= soft < _FILES
     mend = f"raise it before training: ulimit -n {min(hard, 65536) if hard > 0 else 65536}" if few else ""
-    findings = [Finding("open files", f"at most {soft}", mend)]
+    findings = [Finding("open files", "no limit" if soft < 0 else f"at most {soft}", mend)]
     shared = Path("/dev/shm")
     if not shared.is_dir():
         return [*findings, Finding("/dev/shm", "missing", "mount it: saves in the background and data loaders use it")]
