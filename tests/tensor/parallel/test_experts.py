@@ -142,6 +142,9 @@ def check_tensor_parallel() -> None:
         parallelize_module(reference, mesh["ep", "tp"], ExpertParallel(tensor={"w1": Shard(1)}))
     with pytest.raises(ParallelPlanError, match="a mesh of two dimensions for ExpertParallel.tensor"):
         parallelize_module(reference, mesh["ep"], style)
+    cube = init_device_mesh(device_type(), (2, 2, 1), mesh_dim_names=("ep", "tp", "more"))
+    with pytest.raises(ParallelPlanError, match="a mesh of two dimensions for .* has 3: "):
+        parallelize_module(GroupedExperts(2, 2, 4), cube, ExpertParallel({}))
 
 
 def test_experts_are_tensor_parallel_inside():

@@ -50,9 +50,10 @@ def parallelize_module(
     shared = SharedParameters(module)
     found, unmatched = _resolve(module, parallelize_plan)
     for _, style in found:
-        if mesh.ndim != getattr(style, "mesh_dims", 1):  # styles of other libraries have none
+        needed = getattr(style, "mesh_dims", 1)  # styles of other libraries have none
+        if mesh.ndim != needed:
             raise ParallelPlanError(
-                f"parallelize_module needs a mesh of {'two dimensions' if mesh.ndim == 1 else 'one dimension'} for "
+                f"parallelize_module needs a mesh of {'one dimension' if needed == 1 else 'two dimensions'} for "
                 f'{style!r}, this one has {mesh.ndim}: pass them alone, as in mesh["tp"] or mesh["ep", "tp"]'
             )
     for key, where in unmatched.items():
