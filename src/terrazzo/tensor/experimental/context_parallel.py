@@ -322,13 +322,10 @@ def _exchange_heads(
 ) -> Tensor:  # fmt: skip
     """Attention of some heads with the whole sequence on each rank."""
     axis, n = context.axis, context.axis.size
-    _check_heads(query, n)
     ordered = context.balanced and (is_causal or mask is not None)
     _check_halves(query, key, ordered)
     _check_mask(mask, query.shape[-2], key.shape[-2] * n)
-    if key.shape[-3] % n:
-        key, value = (t.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for t in (key, value))
-    q, k, v = (_whole_sequence(t, axis, ordered) for t in (query, key, value))
+    q, k, v = _whole_sequences(query, key, value, axis, ordered)
     if mask is not None:
         if mask.shape[-2] > 1:
             mask = all_gather(mask, axis, mask.dim() - 2, (mask.shape[-2],) * n)
@@ -338,14 +335,6 @@ def _exchange_heads(
     grouped = q.shape[-3] != k.shape[-3]
     out = _attend_alone(q, k, v, mask, dropout_p, is_causal, scale, grouped)
     return _to_positions(out, context, query.shape[-2], ordered)
-
-
-def _check_heads(query: Tensor, ranks: int) -> None:
-    if query.dim() < 3 or query.shape[-3] % ranks:
-        raise UnsupportedCallError(
-            f"context_parallel(method='ulysses'): a query of shape {tuple(query.shape)} has no dim of heads that "
-            f"{ranks} ranks can share evenly: use method='ring'"
-        )
 
 
 def _to_positions(out: Tensor, context: AttentionOver, length: int, ordered: bool) -> Tensor:
@@ -373,10 +362,21 @@ def _attend_alone(
     return found
 
 
-def _whole_sequence(x: Tensor, axis: Axis, ordered: bool) -> Tensor:
-    n, heads, rows = axis.size, x.dim() - 3, x.dim() - 2
-    whole = typed.all_to_all(x, axis, heads, (x.shape[heads] // n,) * n, rows, (x.shape[rows],) * n)
-    return _in_sequence(whole, n, rows) if ordered else whole
+def _whole_sequences(query: Tensor, key: Tensor, value: Tensor, axis: Axis, ordered: bool) -> list[Tensor]:
+    """The three with all positions and this rank's heads; keys and values for each head if they have too few."""
+    n, heads, rows = axis.size, query.dim() - 3, query.dim() - 2
+    if heads < 0 or query.shape[heads] % n:
+        raise UnsupportedCallError(
+            f"context_parallel(method='ulysses'): a query of shape {tuple(query.shape)} has no dim of heads that "
+            f"{n} ranks can share evenly: use method='ring'"
+        )
+    if key.shape[heads] % n:
+        key, value = (t.repeat_interleave(query.shape[heads] // key.shape[heads], heads) for t in (key, value))
+    wholes = []
+    for x in (query, key, value):
+        whole = typed.all_to_all(x, axis, heads, (x.shape[heads] // n,) * n, rows, (x.shape[rows],) * n)
+        wholes.append(_in_sequence(whole, n, rows) if ordered else whole)
+    return wholes
 
 
 def _exchange_of_dtensors(
@@ -429,10 +429,7 @@ def _flex_attention(
         k, v = (_in_sequence(t, n, rows) if context.balanced else t for t in (k, v))
         moved = moved_functions(score_mod, block_mask, at, (0, query.shape[heads]), (axis, context.balanced))
         return _alone(plain_flex, query, k, v, *moved, scale, enable_gqa, **more)
-    _check_heads(query, n)
-    if key.shape[heads] % n:
-        key, value = (t.repeat_interleave(query.shape[heads] // key.shape[heads], heads) for t in (key, value))
-    q, k, v = (_whole_sequence(t, axis, context.balanced) for t in (query, key, value))
+    q, k, v = _whole_sequences(query, key, value, axis, context.balanced)
     count = q.shape[heads]
     moved = moved_functions(score_mod, block_mask, None, (axis.index * count, count), axis)
     out = _alone(plain_flex, q, k, v, *moved, scale, count != k.shape[heads], **more)
