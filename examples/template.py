@@ -72,7 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     # Ranks: torchrun says how many; one process alone is a group of one rank.
-    device, world = "cuda" if torch.cuda.is_available() else "cpu", int(os.environ.get("WORLD_SIZE", 1))
+    accelerator, world = torch.accelerator.current_accelerator(True), int(os.environ.get("WORLD_SIZE", 1))
+    device = "cpu" if accelerator is None else accelerator.type
     sizes = (world // options.tensor_parallel, options.tensor_parallel)
     mesh = init_device_mesh(device, sizes, mesh_dim_names=("data", "tensor"))
     ranks, rank, first = mesh["data"].size(), mesh["data"].get_local_rank(), dist.get_rank() == 0
@@ -93,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     with CheckpointManager(options.folder, save=options.save_every, keep=3) as manager:
         begin = 0 if manager.latest_step() is None else manager.restore("latest", state)
         if first:
-            print(f"{world} ranks, from step {begin}", flush=True)
+            print(f"{world} ranks on {device}, from step {begin}", flush=True)
         for step in range(begin + 1, options.steps + 1):
             mine = batch_of(step, options.batch).chunk(ranks)[rank].to(device)
             mean = torch.zeros((), device=device)
