@@ -543,6 +543,8 @@ def check_data_and_evaluation(folder: str) -> None:
         engine(x[:8])
     with pytest.raises(EngineError, match="have 5 samples, but a step of this rank takes 8: 2 micro-batches of 4"):
         engine.train_batch(x[:5], target=x[:5])
+    with pytest.raises(EngineError, match=r"shapes \[\(8, 2, 6\)\] and had \[\(8, 6\)\] before: .*dynamic_shape"):
+        engine.eval_batch(x[:8, None].expand(8, 2, INPUTS), target=x[:8, None, :OUTPUTS])
 
 
 def test_data_and_evaluation(tmp_path):

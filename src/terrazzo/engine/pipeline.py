@@ -103,11 +103,15 @@ class Pipeline:
         self._losses: list[Tensor] = []  # of each micro-batch, on the rank of the last stage
         self._factor = 1.0  # of the loss in backward
         self.schedule: Any = None
+        # A schedule infers at its first batch which shapes stages exchange; such modules get a new one for each.
+        self._dynamic = any(getattr(part, "dynamic_shape", False) for part in self.parts)
+        self._ran: tuple[str, list[torch.Size]] | None = None  # the schedule's last run, and the shapes of its inputs
         self._splits = False  # whether it computes the gradients of inputs and of parameters apart
 
     def prepare(self, batch: Batch) -> None:
         """Create the schedule, after the stages have been sharded."""
         self._batch = batch
+        again = self.schedule is not None
         stages: Any = self._stages if len(self._stages) > 1 else self._stages[0]
         try:
             # scale_grads=False: the loss is divided here; PyTorch would divide gradients that are not reduced yet.
@@ -121,7 +125,7 @@ class Pipeline:
                 f"micro-batches (gradient_accumulation_steps): {error}"
             ) from error
         self._splits = _splits_backward(self.schedule)
-        if self._splits:
+        if self._splits and not again:
             for stage in self._stages:
                 register_fsdp_pipeline_stage(stage)
 
@@ -144,7 +148,7 @@ class Pipeline:
             part.set_is_last_backward(at_once)  # type: ignore[operator]
             part.set_reshard_after_backward(zero_stage == 3)  # type: ignore[operator]
         self._factor = scale / self._batch.accumulation
-        self._run(self.schedule.step, args, target, kwargs)
+        self._run("step", args, target, kwargs)
         for part in self.parts:
             if not at_once and not self._splits:
                 part.reduce_gradients()  # type: ignore[operator]
@@ -161,17 +165,27 @@ class Pipeline:
         try:
             for part in self.parts:
                 part.eval()
-            self._run(self.schedule.eval, args, target, kwargs)
+            self._run("eval", args, target, kwargs)
         finally:
             for module, training in modes:
                 module.training = training
         return self._loss()
 
-    def _run(self, run: Callable[..., Any], args: Sequence[Any], target: Any, kwargs: Mapping[str, Any]) -> None:
+    def _run(self, name: str, args: Sequence[Any], target: Any, kwargs: Mapping[str, Any]) -> None:
+        run = name, [leaf.shape for leaf in tree_leaves(list(args)) if isinstance(leaf, Tensor)]
+        if self._dynamic:
+            self.prepare(self._batch)
+        elif self.axis.size > 1 and self._ran is not None and self._ran[0] == name and self._ran != run:
+            raise EngineError(
+                f"the inputs have the shapes {[*map(tuple, run[1])]} and had {[*map(tuple, self._ran[1])]} before: "
+                "stages exchange tensors of the first batch's shapes. Pad the inputs to one shape, or set "
+                "dynamic_shape = True on the stages' modules before initialize"
+            )
+        self._ran = run
         self._losses.clear()
         if self._last:
             kwargs = {**kwargs, "target": target}
-        run(*(args if self._first else ()), **kwargs, return_outputs=False)
+        getattr(self.schedule, name)(*(args if self._first else ()), **kwargs, return_outputs=False)
 
     def _check_samples(self, args: Sequence[Any], target: Any) -> None:
         expected = self._batch.micro * self._batch.accumulation

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from terrazzo._torch.dispatching import tree_map
 from terrazzo.deepspeed.dataloader import RepeatingLoader
-from terrazzo.deepspeed.engine import DeepSpeedEngine
+from terrazzo.deepspeed.engine import ROUTE_EVAL, DeepSpeedEngine
 from terrazzo.engine import Engine
 from terrazzo.errors import EngineError
 
@@ -26,10 +26,12 @@ class PipelineEngine(DeepSpeedEngine):
         training_data: Dataset[Any] | None,
         collate_fn: Callable[[list[Any]], Any] | None,
     ) -> None:
-        super().__init__(core, config, training_data, collate_fn)
+        super().__init__(core, config, None, collate_fn)
         self._batches: Iterator[Any] | None = None
-        if self.training_dataloader is not None:
-            self._batches = RepeatingLoader(self.training_dataloader)
+        if training_data is not None:
+            # A pipeline sees its samples in their own order: those of a batch may have a shape that others have not.
+            self.training_dataloader = self.deepspeed_io(training_data, route=ROUTE_EVAL)
+            self.set_dataloader(self.training_dataloader)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train on `gradient_accumulation_steps` micro-batches; returns the mean loss, on every rank."""

@@ -82,7 +82,7 @@ class PipelineModule(nn.Module):
         activation_checkpoint_interval: How many layers to recompute together in backward; 0: none.
         activation_checkpoint_func: The function that recomputes them.
         checkpointable_layers: Class names of layers to recompute; None: those with parameters.
-        dynamic_shape: Has no effect.
+        dynamic_shape: Batches may differ in shape; each then costs one more forward and backward of a micro-batch.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class PipelineModule(nn.Module):
         super().__init__()
         init_distributed()
         self.loss_fn = loss_fn
+        self.dynamic_shape = dynamic_shape
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self._checkpoint, self._checkpointable = activation_checkpoint_func, checkpointable_layers
         self.num_stages, copies = _sizes(num_stages, topology)
