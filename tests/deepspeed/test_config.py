@@ -288,6 +288,7 @@ def test_configs_that_people_have():
             {"scheduler": {"type": "NoSuchLR"}, "optimizer": {"type": "SGD", "params": {"lr": 1}}},
             "nor a scheduler of PyTorch",
         ),
+        ({"checkpoint": {"tag_validation": "Wran"}}, "tag_validation must be one of ignore, warn, fail, not 'Wran'"),
         ({"no_such_key": 1}, "no_such_key"),
         ({}, "train_micro_batch_size_per_gpu"),
     ],

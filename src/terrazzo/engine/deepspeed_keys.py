@@ -21,11 +21,15 @@ Fate = Literal["done", "mapped", "harmless", "warned", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """How a key is handled, why, and for one that is warned about or refused the values that ask for nothing."""
+    """How a key is handled, why, and for one that is warned about or refused the values that ask for nothing.
+
+    One that is ignored may be one of a few `words`, in capitals or not; others are an error, as in DeepSpeed.
+    """
 
     fate: Fate
     why: str
     nothing: tuple[Any, ...] = (None, False, {})
+    words: tuple[str, ...] = ()
 
     def asks(self, value: Any) -> bool:
         """Whether a value asks for the feature that is not there."""
@@ -42,8 +46,8 @@ def _mapped(why: str) -> Key:
     return Key("mapped", why)
 
 
-def _harmless(why: str) -> Key:
-    return Key("harmless", why)
+def _harmless(why: str, *words: str) -> Key:
+    return Key("harmless", why, words=words)
 
 
 def _warned(why: str, *nothing: Any) -> Key:
@@ -294,7 +298,9 @@ _OTHERS = {
         f"aio.{key}": _harmless(_NVME)
         for key in ("block_size", "intra_op_parallelism", "overlap_events", "queue_depth", "single_submit", "use_gds")
     },
-    "checkpoint.tag_validation": _harmless("tags are always compared"),
+    "checkpoint.tag_validation": _harmless(
+        "different tags are always an error: one checkpoint has the parts of all ranks", "ignore", "warn", "fail"
+    ),
     "checkpoint.load_universal": _harmless("such checkpoints are recognised"),
     "checkpoint.use_node_local_storage": _refused("all ranks see the checkpoint's folder"),
     "checkpoint.parallel_write": _harmless("every rank writes its part"),

@@ -82,6 +82,8 @@ def _section(given: Mapping[str, Any], path: str, ignored: Ignored) -> dict[str,
             raise EngineConfigError(f"config: {full} is not supported: {entry.why}")
         elif entry.fate == "warned" and entry.asks(value):
             ignored.warned[full] = entry.why
+        elif entry.words and str(value).lower() not in entry.words:
+            raise EngineConfigError(f"config: {full} must be one of {', '.join(entry.words)}, not {value!r}")
         elif entry.fate in ("harmless", "warned", "refused"):
             ignored.harmless.append(full)
         else:
