@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -164,9 +166,12 @@ def check_whole_tensors() -> None:
         assert utils.safe_get_full_optimizer_state(named["head.weight"], "exp_avg") is None
         engine.backward(loss_of(engine, *mine(x, y)))
         for name, p in named.items():
-            assert torch.equal(utils.safe_get_full_fp32_param(p), theirs[name])
             if p.requires_grad:
+                assert torch.equal(utils.safe_get_full_fp32_param(p), theirs[name])
                 torch.testing.assert_close(utils.safe_get_full_grad(p), theirs[name].grad)
+            else:  # as in DeepSpeed
+                assert utils.safe_get_full_fp32_param(p) is None and utils.safe_get_full_grad(p) is None
+                assert utils.safe_get_local_fp32_param(p) is None and utils.safe_get_local_grad(p) is None
         weight = named["head.weight"]
         utils.safe_set_full_grad(weight, torch.ones(3, 7))
         assert utils.safe_get_local_grad(weight).eq(1).all()
@@ -316,6 +321,35 @@ def check_pipeline(folder: str) -> list[float]:
     return runs[0]
 
 
+def check_ragged() -> None:
+    """Batches of other shapes than the first one's, which a dataset has in this order."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    data = [(draw(n, 3), draw(n, 3)) for n in (2, 5, 3, 5) for _ in range(2)]
+    torch.manual_seed(9)
+    layers = [nn.Linear(3, 3) for _ in range(2)]
+    plain = copy.deepcopy(nn.Sequential(*layers))
+    model = deepspeed.PipelineModule(
+        layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform", dynamic_shape=True
+    )
+    rate = {"type": "SGD", "params": {"lr": 0.1}}
+    options = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "optimizer": rate}
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), training_data=data, config=options
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for start in (0, 2, 4, 6, 0):
+        pairs = data[start : start + 2]
+        loss = sum(nn.functional.mse_loss(plain(x), y) for x, y in pairs) / 2
+        other = iter([(x[None], y[None]) for x, y in data[2:4]])
+        with torch.no_grad():
+            expected = sum(nn.functional.mse_loss(plain(x), y) for x, y in data[2:4]) / 2
+        torch.testing.assert_close(engine.eval_batch(other), expected)
+        torch.testing.assert_close(engine.train_batch(), loss.detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def check_gathered_in_a_pipeline() -> None:
     """Two stages of two ranks: each keeps its own values, and writers are found in the stage."""
     rank, stage = dist.get_rank(), dist.get_rank() // 2
@@ -377,6 +411,7 @@ def test_process_groups_have_a_backend_for_the_cpu_too(monkeypatch):
 
 def test_pipelines(tmp_path):
     run_ranks(2, check_pipeline, str(tmp_path))
+    run_ranks(2, check_ragged)
 
 
 def test_layers_are_cut_as_deepspeed_cuts_them():

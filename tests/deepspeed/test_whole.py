@@ -99,7 +99,8 @@ def check_writes(stage: int) -> None:
         optimizer.step()
         for (name, p), q in zip(engine.module.named_parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(p.data, q.data, msg=f"{way}: {name}", rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(deepspeed.utils.safe_get_full_fp32_param(p), q.data, rtol=1e-5, atol=1e-6)
+            if p.requires_grad:
+                torch.testing.assert_close(deepspeed.utils.safe_get_full_fp32_param(p), q.data, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_written_to_them_is_trained_and_saved():

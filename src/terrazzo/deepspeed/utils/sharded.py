@@ -59,10 +59,10 @@ def _scale(param: Tensor) -> float:
     return 1.0 if engine is None else engine.gradient_scale
 
 
-def safe_get_full_fp32_param(param: Tensor) -> Tensor:
-    """The whole parameter, in the precision in which it is trained."""
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """The whole parameter, in the precision in which it is trained; None if it is frozen."""
     param = as_sharded(param)
-    return whole(param).float()
+    return whole(param).float() if param.requires_grad else None
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
@@ -104,10 +104,10 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
     copy_into(_needed(param, optim_state_key), value)
 
 
-def safe_get_local_fp32_param(param: Tensor) -> Tensor:
-    """This rank's part of the parameter."""
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
+    """This rank's part of the parameter; None if it is frozen."""
     param = as_sharded(param)
-    return _part(param.detach()).clone()
+    return _part(param.detach()).clone() if param.requires_grad else None
 
 
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
