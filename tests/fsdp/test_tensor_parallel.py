@@ -204,6 +204,34 @@ def check_strangers() -> None:
     )
     with pytest.raises(FSDPError, match="different dims of one mesh"):
         fully_shard(linear, mesh=other["a"])
+    for overlapping in ("x", "a"):  # a name that the mesh lacks, and one that it has
+        mesh = init_device_mesh(device_type(), (4,), mesh_dim_names=(overlapping,))
+        linear.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+        with pytest.raises(FSDPError, match="different dims of one mesh"):
+            fully_shard(linear, mesh=other["b"])
+
+
+def check_flattened() -> None:
+    """Parameters on a dim that the root mesh does not name, also one of an equal mesh that was made apart."""
+    made = [init_device_mesh(device_type(), (2, 1, 2), mesh_dim_names=("dp", "cp", "tp")) for _ in range(2)]
+    x, y = (torch.randn(8, n, generator=torch.Generator().manual_seed(n)) for n in (6, 3))
+    for other in made:
+        torch.manual_seed(0)
+        reference = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+        model = copy.deepcopy(reference)
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        inner = other["cp", "tp"]._flatten("both")
+        fully_shard(parallelize_module(model, inner, plan), mesh=made[0]["dp"])
+        assert model[0].weight.device_mesh.mesh_dim_names == ("dp", "both") and model[0].weight.to_local().numel() == 6
+        row = made[0].get_local_rank("dp") * 4
+        nn.functional.mse_loss(model(x[row : row + 4]), y[row : row + 4]).backward()
+        nn.functional.mse_loss(reference(x), y).backward()
+        for one, p in zip(reference.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor().cpu(), one.grad.cpu())
+
+
+def test_dims_that_the_root_mesh_does_not_name():
+    run_ranks(4, check_flattened)
 
 
 def test_meshes_that_have_nothing_in_common():

@@ -251,8 +251,9 @@ def joint_mesh(data: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """The mesh with the dims of both, which must be submeshes of one mesh."""
     root = root_of(data)
     names, inner_names = data.mesh_dim_names, inner.mesh_dim_names
-    part = _same_part(root, inner)
-    if part is None or names is None or inner_names is None or set(names) & set(inner_names):
+    named = names is not None and inner_names is not None and not set(names) & set(inner_names)
+    part = _same_part(data, inner) if named else None
+    if part is None or names is None or inner_names is None:
         raise FSDPError(
             f"a parameter is a DTensor on {inner}, and fully_shard got the mesh {data}: to shard it further, both must "
             "be different dims of one mesh with named dims, as in mesh = init_device_mesh('cpu', (2, 2), "
@@ -260,21 +261,29 @@ def joint_mesh(data: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
             "mesh=mesh['dp'])"
         )
     known = list(root.mesh_dim_names or ())
-    # The dims were made by splitting one of the root mesh's, or come before the data-parallel ones.
-    if not set(names) <= set(known) or sorted(both := (*names, *inner_names), key=known.index) != list(both):
+    both = (*names, *inner_names)
+    # Dims were made by splitting or flattening some of the root mesh's, or come before the data-parallel ones.
+    if not set(both) <= set(known) or sorted(both, key=known.index) != list(both):
         return joined([data, part])
     return root[both]
 
 
-def _same_part(root: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
-    """The submesh of `root` that equals `inner`, which may be of another mesh with the same ranks and names."""
+def _same_part(data: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
+    """`inner` as a part of the mesh that `data` is a part of; None if it is none.
+
+    It may be that of another mesh: layouts take equal meshes for one, also if they were split off different ones.
+    """
+    root, names = root_of(data), inner.mesh_dim_names or ()
     if root_of(inner) == root:
         return inner
-    names = inner.mesh_dim_names
-    if names is None or not set(names) <= set(root.mesh_dim_names or ()):
+    if set(names) <= set(root.mesh_dim_names or ()):
+        part = root[names]
+        return part if part == inner else None
+    try:
+        joined([data, inner])
+    except RuntimeError:  # other ranks, or ranks that both have along their dims
         return None
-    part = root[names]
-    return part if part == inner else None
+    return inner
 
 
 def _is_accelerated(group: Any, device: torch.device) -> bool:
