@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from engine.runs import averaged, config, drawn
 from ranks import device_type, run_ranks
 from terrazzo.engine import Engine, WarmupLR, initialize
 from terrazzo.errors import EngineConfigError
-from terrazzo.tensor import init_device_mesh
-from terrazzo.tensor.parallel import ExpertParallel, GroupedExperts, MixtureOfExperts, parallelize_module
+from terrazzo.tensor import DTensor, init_device_mesh
+from terrazzo.tensor.parallel import (
+    ColwiseParallel,
+    ExpertParallel,
+    GroupedExperts,
+    MixtureOfExperts,
+    RowwiseParallel,
+    parallelize_module,
+)
 from terrazzo.tensor.parallel.experts import expert_mesh
 
 pytestmark = pytest.mark.on_late
@@ -103,8 +113,8 @@ def train(engine: Engine, start: int, stop: int) -> list[float]:
     return losses
 
 
-def close(mine: object, expected: object, **tolerance: float) -> None:
-    torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(expected), rtol=1e-4, atol=1e-5, **tolerance)
+def close(mine: object, expected: object, msg: str | None = None) -> None:
+    torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(expected), rtol=1e-4, atol=1e-5, msg=msg)
 
 
 def check_stages(folder: str) -> None:
@@ -180,3 +190,97 @@ def check_errors() -> None:
 
 def test_degrees_that_do_not_fit_are_errors():
     run_ranks(2, check_errors)
+
+
+class Words(nn.Module):
+    """Attention and experts; one of them is a stage of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.moe = MixtureOfExperts(8, 5, EXPERTS, shared=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.into(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.down(torch.relu(self.up(x)))
+        return x + self.moe(x)[0]
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Words() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def check_together() -> None:
+    """Experts with shared sequences, with tensor parallelism, and in a pipeline."""
+    data = [torch.randn(2, 4, 4, 8, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+    one = drawn(Stack)
+    steps = torch.optim.SGD(one.parameters(), lr=0.5)  # which shows errors as large as they are
+    expected = []
+    for x, y in data:
+        loss = F.mse_loss(one(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+        steps.step()
+        steps.zero_grad()
+        expected.append(loss.item())
+    settings = {"train_batch_size": 4, "gradient_clipping": 0.5, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+
+    def divided(stage: int) -> tuple[Stack, dict[str, Any]]:
+        model = drawn(Stack)
+        for layer in model.layers:
+            layer.moe.experts.expert_parallel_size = 2
+        return model, {**settings, "zero_optimization": {"stage": stage}}
+
+    def compare(name: str, engine: Engine, losses: list[float]) -> None:
+        close(losses, expected, msg=name)
+        weights = dict(one.named_parameters())
+        for at, value in engine.module_state_dict().items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            far = (whole - weights[at].detach()).abs().max().item()
+            assert far < 1e-5, f"{name}: {at} by {far}"
+
+    for stage in (1, 3):
+        model, options = divided(stage)
+        engine = initialize(model, config={**options, "sequence_parallel_size": 2})
+        samples, losses = engine.ranks.samples, []
+        for x, y in data:
+            mine = slice(samples.index, None, samples.size)
+            loss = F.mse_loss(engine(x[mine]), engine.sequences.part(y[mine]))
+            losses.append(averaged(engine.backward(loss)))
+            engine.step()
+        compare(f"sequence {stage}", engine, losses)
+
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+        model, options = divided(stage)
+        parallelize_module(model, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
+        engine = initialize(model, config=options, mesh=mesh)
+        losses = []
+        for x, y in data:
+            mine = slice(engine.ranks.data.index, None, 2)
+            loss = F.mse_loss(engine(x[mine]), y[mine])
+            losses.append(averaged(engine.backward(loss)))
+            engine.step()
+        compare(f"tensor {stage}", engine, losses)
+
+        mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "dp"))
+        model, options = divided(stage)
+        here = mesh.get_local_rank("pp")
+        model.layers[1 - here] = nn.Identity()
+        part = PipelineStage(model, here, 2, torch.device(device_type()), group=mesh.get_group("pp"))
+        options["gradient_accumulation_steps"] = 2
+        engine = initialize(part, config=options, mesh=mesh, pipeline=Schedule1F1B, loss_fn=F.mse_loss)
+        mine = slice(engine.ranks.data.index, None, 2)
+        compare(f"pipeline {stage}", engine, [engine.train_batch(x[mine], target=y[mine]).item() for x, y in data])
+
+
+def test_experts_with_shared_sequences_tensor_parallelism_and_pipelines():
+    run_ranks(4, check_together)

@@ -36,13 +36,19 @@ def check() -> None:
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(31, (4, 6), generator=generator) for _ in range(3)]
     optimizer = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
-    for make, tied, stage in ((llama, False, 3), (llama, True, 1), (phi, False, 2)):
+    for make, tied, stage, sequence in (
+        (llama, False, 3, 1),
+        (llama, True, 1, 1),
+        (phi, False, 2, 1),
+        (llama, False, 2, 2),
+    ):
         one = make(tied)
         steps = torch.optim.AdamW(one.parameters(), lr=0.01, weight_decay=0.1)
         config = {"train_batch_size": 4, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
+        config["sequence_parallel_size"] = sequence
         engine = initialize(make(tied), config={**config, "tensor_parallel": {"autotp_size": 2}})
-        data = engine.ranks.data
-        assert (engine.dp_world_size, engine.mp_world_size) == (2, 2)
+        data = engine.ranks.samples
+        assert (engine.dp_world_size, engine.mp_world_size) == (2 // sequence, 2)
         for ids in batches:
             expected = one(input_ids=ids, labels=ids).loss
             expected.backward()

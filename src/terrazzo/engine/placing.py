@@ -99,17 +99,23 @@ def _sharing(mesh: DeviceMesh, size: int, pipelined: bool) -> tuple[Axis, Axis]:
         raise EngineConfigError(
             f"config: sequence_parallel_size {size} does not divide the {mesh.size()} data-parallel ranks"
         )
-    cut = DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, size), mesh_dim_names=("samples", "sequence"))
+    cut = _in_two(mesh, size, ("samples", "sequence"))
     return axis_of(cut, 0), axis_of(cut, 1)
 
 
 def _replicas(mesh: DeviceMesh, sharding: int) -> DeviceMesh:
     """The same ranks in two mesh dims: the first replicates, the second, of size `sharding`, shards."""
+    return _in_two(mesh, sharding, ("replicate", "shard"))
+
+
+def _in_two(mesh: DeviceMesh, size: int, names: tuple[str, str]) -> DeviceMesh:
+    """A 1-D mesh in two dims, of which the second has `size` ranks, neighbours."""
     if mesh.mesh_dim_names is None:
-        return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, sharding), mesh_dim_names=("replicate", "shard"))
+        return DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1, size), mesh_dim_names=names)
     name = mesh.mesh_dim_names[0]
-    # Split instead of created: it stays part of the mesh on which parameters may be tensor-parallel.
-    return split(mesh, 0, (mesh.size() // sharding, sharding), (f"{name}_replicate", f"{name}_shard"))
+    # Split instead of created: it stays part of the mesh on which parameters may be tensor-parallel, and the ranks of
+    # other parts of that mesh create groups of theirs at the same time.
+    return split(mesh, 0, (mesh.size() // size, size), (f"{name}_{names[0]}", f"{name}_{names[1]}"))
 
 
 def device_type() -> str:
