@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import terrazzo
@@ -232,6 +234,14 @@ def test_the_shell_completes_commands() -> None:
         [sys.executable, "-m", "terrazzo"], capture_output=True, text=True, timeout=120, env=os.environ | words
     )
     assert found.stdout.split() == ["verify"], found.stderr
+
+
+def test_texts_name_commands_that_are_there() -> None:
+    root = Path(__file__).parents[1]
+    there = set(get_command(app).list_commands(None))  # type: ignore[attr-defined, arg-type]
+    texts = [*(root / "src").rglob("*.py"), *(root / "docs").rglob("*.md"), root / "README.md"]
+    named = {word: str(path) for path in texts for word in re.findall(r"`terrazzo ([a-z]+)", path.read_text())}
+    assert len(named) > 5 and not {word: path for word, path in named.items() if word not in there}
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
