@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.pipelining.stage
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -411,7 +412,8 @@ def test_process_groups_have_a_backend_for_the_cpu_too(monkeypatch):
 
 def test_pipelines(tmp_path):
     run_ranks(2, check_pipeline, str(tmp_path))
-    run_ranks(2, check_ragged)
+    if hasattr(torch.distributed.pipelining.stage, "InferenceMode"):  # stages infer shapes more than once
+        run_ranks(2, check_ragged)
 
 
 def test_layers_are_cut_as_deepspeed_cuts_them():

@@ -105,6 +105,11 @@ class Pipeline:
         self.schedule: Any = None
         # A schedule infers at its first batch which shapes stages exchange; such modules get a new one for each.
         self._dynamic = any(getattr(part, "dynamic_shape", False) for part in self.parts)
+        if self._dynamic and axis.size > 1 and any(hasattr(stage, "inputs_meta") for stage in stages):
+            raise EngineConfigError(
+                f"dynamic_shape needs PyTorch 2.13: the stages of {torch.__version__} keep the shapes of their first "
+                "batch. Update it, or pad the inputs to one shape and leave dynamic_shape out"
+            )
         self._ran: tuple[str, list[torch.Size]] | None = None  # the schedule's last run, and the shapes of its inputs
         self._splits = False  # whether it computes the gradients of inputs and of parameters apart
 
