@@ -343,8 +343,8 @@ class MemoryLink:
         meeting = self._all.meetings.get(self._key("abandoned"))
         if meeting is None:
             return None
-        told = [f"rank {self._ranks[index]} gave up ({why})" for index, why in meeting.given.items()]
-        return f"ranks {list(self._ranks)} do not go on together: {'; '.join(told)}"
+        reasons = [f"rank {self._ranks[index]} gave up ({why})" for index, why in meeting.given.items()]
+        return f"ranks {list(self._ranks)} do not go on together: {'; '.join(reasons)}"
 
     def _meet(self, kind: str, given: Any, wait_for: Sequence[int]) -> Mapping[int, Any]:
         """What ranks gave to this operation; it waits for that of the positions `wait_for`."""

@@ -130,5 +130,5 @@ class SharedSequences:
         if local and not (local == {"sliding_attention"} and window >= length):
             raise EngineError(
                 f"sequence_parallel_size does not support {', '.join(sorted(local))} (a window of {window} in "
-                f"sequences of {length}): the parts of a sequence do not know it"
+                f"sequences of {length}): use a model with full attention, or leave the key out"
             )

@@ -301,7 +301,7 @@ class Program:
                 return capture(subject, self._load_backend(), self._executed, changing)
             except NewCode:
                 raise
-            except Exception:  # a graph for these sizes alone, or its error, tells what is wrong
+            except Exception:  # a graph for these sizes alone has an error that shows what is wrong, if any
                 pass
         try:
             return capture(subject, self._load_backend(), self._executed, {})

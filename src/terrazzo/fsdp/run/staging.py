@@ -67,8 +67,8 @@ class SymmetricMemory(GroupMemory):
 class DoubleBuffers:
     """Two buffers of each kind and size, which units use by turns and which are not freed.
 
-    A unit gives one back when it frees its memory by the plan. So whoever takes it next waits, on its stream, as for
-    memory that was freed there.
+    A unit gives one back when it frees its memory by the plan. So the unit that takes it next waits, on its stream, as
+    for memory that was freed there.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class DoubleBuffers:
         if idle:
             buffer = idle.pop(0)
         else:
-            with torch.inference_mode(False):  # others will write to it
+            with torch.inference_mode(False):  # later steps, in other modes, write to it
                 buffer = make()
         self._taken[id(buffer)] = key, buffer
         return buffer

@@ -1,6 +1,6 @@
 """`flex_attention` over sequences that are sharded over ranks, in a block of `context_parallel`.
 
-A score or mask function is told the positions in the whole sequence. With "ring" each rank gathers all keys and values,
+A score or mask function gets positions in the whole sequence. With "ring" each rank gathers all keys and values,
 and has its own queries; with "ulysses" it has all positions of its own heads. A block mask is the whole sequence's, and
 is made again for this rank's queries or heads.
 """
@@ -23,7 +23,10 @@ _masks: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 def moved_functions(
     score_mod: Callable[..., Tensor] | None, block_mask: Any, rows: Tensor | None, heads: tuple[int, int], key: Any
 ) -> tuple[Callable[..., Tensor] | None, Any]:
-    """Both for queries at the positions `rows` (None: all), and for `heads`: the first one, and how many."""
+    """The score function and the block mask for queries at the positions `rows` (None: all), and for some heads.
+
+    `heads` are the first one and their number; `key` identifies the rows and heads among those of other calls.
+    """
     first, count = heads
 
     def at(i: Tensor) -> Tensor:

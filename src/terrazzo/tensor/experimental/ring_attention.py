@@ -3,7 +3,7 @@
 Each rank keeps its queries. In n steps it receives the blocks of keys and values of all n ranks in turn. PyTorch's
 fused attention, in the inputs' dtype, gives the result of the queries with a block, and the logarithm of the softmax's
 denominator (`log_sum`); results are accumulated with these, in float32. So no rank ever holds more than two blocks, nor
-scores of a whole block. Backward is told the whole result and its `log_sum`, with which the contribution of each block
+scores of a whole block. Backward gets the whole result and its `log_sum`, with which the contribution of each block
 to the gradient is independent of the other blocks. In backward the gradients of a block travel with it, in float32, and
 are back on its rank after n steps. With `rotate="allgather"` all blocks are gathered at once instead: one collective,
 and memory for the whole sequence's keys and values.
@@ -85,8 +85,8 @@ def ring_attention(
 def _near_zero(mask: Tensor) -> Tensor:
     """An additive mask that gives the same softmax, without rows that are far from zero everywhere.
 
-    Such a row, of a query that -1e9 hides from all keys, has a `log_sum` from whose size the number of its keys cannot
-    be told.
+    Such a row, of a query that -1e9 hides from all keys, has a `log_sum` so large that it has no digits for the number
+    of the keys.
     """
     top = mask.amax(-1, keepdim=True)
     is_far = (top.abs() > 1000) & (top > torch.finfo(mask.dtype).min / 2)
@@ -182,7 +182,7 @@ def _forward(
 
 
 def _add(result: Tensor, log_sum: Tensor, out: Tensor, log: Tensor) -> None:
-    """Add what some queries make of more keys."""
+    """Add to the results of some queries, in place, those with more keys."""
     both = torch.logaddexp(log_sum, log)
     base = both.masked_fill(both == float("-inf"), 0.0)  # rows without a visible key so far
     result.mul_((log_sum - base).exp_().unsqueeze(-1)).add_(out * (log - base).exp_().unsqueeze(-1))

@@ -1,8 +1,8 @@
 """Experts on different ranks: tokens are sent to the ranks that hold their experts, and the results are sent back.
 
 `mixed` sorts tokens by expert and calls the experts with the sorted rows and the number of rows of each expert. With
-`ExpertParallel` that call sends the rows first: each rank tells the others how many rows it has for each of their
-experts, and one all-to-all of uneven parts carries them. No token is padded or dropped. The way back is the same
+`ExpertParallel` that call sends the rows first: each rank sends to each other rank how many rows it has for each of its
+experts, and then these rows, by an all-to-all of uneven parts. No token is padded or dropped. The way back is the same
 all-to-all in the opposite direction, and backward is both once more.
 """
 
