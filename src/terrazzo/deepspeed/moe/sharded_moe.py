@@ -27,20 +27,11 @@ class Routes(NamedTuple):
 
 
 class TopKGate(nn.Module):
-    """Chooses `k` experts for each token, by a linear layer in float32.
+    """Chooses `k` experts for each token, by a linear layer in float32. The arguments are as in `MoE`.
 
     Args:
         model_dim: The number of features of a token.
-        num_experts: The number of experts.
-        k: How many experts a token gets.
-        capacity_factor: In training, an expert computes at most this times `k` times the mean number of tokens.
-        eval_capacity_factor: The same in evaluation.
-        min_capacity: The least number of tokens that an expert computes before any are dropped.
-        noisy_gate_policy: In training, "Jitter" multiplies tokens by numbers near 1; with `k` 1, "RSample" draws the
-            expert.
-        drop_tokens: Drop what is beyond the capacity.
-        use_rts: With `k` 1, drop random tokens instead of some of the last ones.
-        top2_2nd_expert_sampling: With `k` 2, draw the second expert.
+        ep_group: Has no effect.
     """
 
     def __init__(

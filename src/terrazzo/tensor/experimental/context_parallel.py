@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from math import sqrt
 from typing import Any, Literal, TypeAlias
 
@@ -333,7 +332,7 @@ def _exchange_heads(
         if mask.dim() > 2 and mask.shape[-3] > 1:
             mask = mask.chunk(n, -3)[axis.index]
     grouped = q.shape[-3] != k.shape[-3]
-    out = _attend_alone(q, k, v, mask, dropout_p, is_causal, scale, grouped)
+    out = _alone(_plain_attention, q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
     return _to_positions(out, context, query.shape[-2], ordered)
 
 
@@ -352,14 +351,6 @@ def _alone(function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
     finally:
         set_in_thread(_THREAD_STATE, context)
-
-
-def _attend_alone(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout_p: float, is_causal: bool, scale: Any, grouped: bool
-) -> Tensor:
-    call = partial(_plain_attention, scale=scale, enable_gqa=grouped)
-    found: Tensor = _alone(call, query, key, value, mask, dropout_p, is_causal)
-    return found
 
 
 def _whole_sequences(query: Tensor, key: Tensor, value: Tensor, axis: Axis, ordered: bool) -> list[Tensor]:
@@ -389,7 +380,7 @@ def _exchange_of_dtensors(
     wanted = [Shard(heads) if p.is_shard(sequence) else p for p in before]
     q, k, v = (t.redistribute(placements=wanted) for t in (query, key, value))
     grouped = query.shape[heads] != key.shape[heads]
-    out: Any = _attend_alone(q, k, v, mask, dropout_p, is_causal, scale, grouped)
+    out = _alone(_plain_attention, q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
     back: Tensor = out.redistribute(placements=before)
     return back
 

@@ -48,10 +48,7 @@ def register_sharding(op: OpOverload | Sequence[OpOverload]) -> Callable[[_F], _
     ops = _as_ops(op)
 
     def register(strategy: _F) -> _F:
-        for each in ops:
-            OVERRIDES[each] = _rule_of(each, strategy)
-            any_number.discard(each)
-        forget()
+        _register(ops, _rule_of(strategy))
         return strategy
 
     return register
@@ -211,13 +208,13 @@ def _placed(placement: Any, pieces: int) -> Placement | None:
     return Replicate() if placement.is_replicate() else cut_of(placement.dim, getattr(placement, "split_factor", 1))
 
 
-def _rule_of(op: OpOverload, strategy: Strategy) -> Callable[..., Spec]:
+def _rule_of(strategy: Strategy) -> Callable[..., Spec]:
     def rule(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Spec:
-        shapes = _output_shapes(op, args, kwargs)
+        shapes = _output_shapes(call.func, args, kwargs)
         pairs = strategy(*call.args, **call.kwargs)
         if not pairs:
             raise DTensorError(
-                f"the sharding function registered for {op} returned no pairs for operands {list(call.operands)}"
+                f"the sharding function registered for {call.func} returned no pairs for operands {list(call.operands)}"
             )
         return _spec_of(call, pairs, shapes)
 
