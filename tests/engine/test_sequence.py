@@ -152,5 +152,33 @@ def check_loss_outside() -> None:
         initialize(windowed, config=config)(**batches()[0])
 
 
+def check_other_labels() -> None:
+    """Labels that are not shifted: the loss is one device's, or it is refused."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaForTokenClassification
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 29, "pad_token_id": 0}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_labels=3, is_causal=True)
+    ids = torch.randint(1, 29, (2, SEQUENCE), generator=torch.Generator().manual_seed(4))
+    labels = ids % 3
+    labels[:, [1, 9]] = -100
+    model = drawn(lambda: LlamaForTokenClassification(config)).eval()
+    expected = model(input_ids=ids, labels=labels).loss.item()
+    engine = initialize(model, config=settings(train_batch_size=2, sequence_parallel_size=2))
+    assert engine(input_ids=ids, labels=labels).loss.item() == pytest.approx(expected, rel=1e-5)
+    labels[:, :3] = -100
+    with pytest.raises(EngineError, match=r"have \[10, 14\] labels that count .* outside of the model"):
+        engine(input_ids=ids, labels=labels)
+    of_all = initialize(
+        LlamaForSequenceClassification(config), config=settings(train_batch_size=2, sequence_parallel_size=2)
+    )
+    with pytest.raises(EngineError, match="result for a whole sequence of 16 positions"):
+        of_all(input_ids=ids, labels=torch.tensor([0, 2]))
+
+
+def check_outside_and_labels() -> None:
+    check_loss_outside()
+    check_other_labels()
+
+
 def test_a_loss_outside_of_the_model_and_what_is_refused():
-    run_ranks(2, check_loss_outside, timeout=120)
+    run_ranks(2, check_outside_and_labels, timeout=120)

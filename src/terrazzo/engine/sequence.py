@@ -104,11 +104,29 @@ class SharedSequences:
             # A rank's loss is its sum times the ranks over all labels, so that the ranks' mean is the whole's.
             count = (kwargs["shift_labels"] != _IGNORED).sum() if count is None else count
             kwargs["num_items_in_batch"] = count / self._axis.size
+        elif labels is not None:
+            self._check_labels(labels, length)
         if isinstance(mask, Tensor) and mask.dim() == 2:
             kwargs["attention_mask"] = None if bool(mask.all()) else self._rows_of_mask(mask)
         elif isinstance(mask, Tensor) and mask.dim() == 4:
             kwargs["attention_mask"] = mask if mask.shape[2] == 1 else self.part(mask, 2)
         return kwargs
+
+    def _check_labels(self, labels: Tensor, length: int) -> None:
+        """Raise if the loss is not the mean of the losses of the parts."""
+        if labels.dim() < 2 or labels.shape[1] != length:
+            raise EngineError(
+                f"sequence_parallel_size: a {type(self._module).__name__} with labels of shape {tuple(labels.shape)} "
+                f"has a result for a whole sequence of {length} positions, of which each rank has a part: leave the "
+                "key out"
+            )
+        counts = [int((part != _IGNORED).sum()) for part in labels.chunk(self._axis.size, 1)]
+        if len(set(counts)) > 1:
+            raise EngineError(
+                f"sequence_parallel_size: the parts of the sequence have {counts} labels that count (others are "
+                f"{_IGNORED}), and a {type(self._module).__name__} takes the mean of each part: compute the loss "
+                "outside of the model, see Engine.sequences"
+            )
 
     def _rows_of_mask(self, mask: Tensor) -> Tensor:
         """Which keys of the whole sequence each of this rank's queries sees, from a mask of padding."""
