@@ -1,5 +1,7 @@
 """Attention over sequences spread over ranks, against attention on one device."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.attention.flex_attention
@@ -256,6 +258,10 @@ def check_dropout_of_dtensors(at_once):
                     torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
             else:
                 assert (found[0][0] - one_device(q, k, v, weight, is_causal=causal)[0]).abs().max() > 0.1
+        prime = distribute_tensor(q[:, :, :47], mesh, [Shard(2)])
+        with mock.patch.object(attention, "_attend_rows", wraps=attention._attend_rows) as attend:
+            F.scaled_dot_product_attention(prime, prime, prime, dropout_p=0.5)
+        assert attend.call_count == 1, "not once for each query"
     finally:
         attention.SCORES_AT_ONCE = before
 

@@ -66,7 +66,8 @@ def attention_by_parts(
     """Attention from its parts: with dropout, whose mask must not depend on placements, and for broadcast operands.
 
     Of long sequences it does not keep the scores of all queries: it computes every n-th query at a time, and again in
-    backward. Each rank has some of these, so that queries which are sharded stay where they are.
+    backward. Each rank has some of these, so that queries which are sharded stay where they are. A length that no
+    suitable n divides is computed at once.
     """
     if query.ndim < 2 or not query.is_floating_point() or (is_causal and attn_mask is not None):
         return NotImplemented
@@ -76,7 +77,8 @@ def attention_by_parts(
     query = query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     length = query.shape[-2]
     n = max(1, -(-length * key.shape[-2] // SCORES_AT_ONCE))
-    n = next((count for count in range(n, length + 1) if length % count == 0), 1)
+    # Not much more pieces than needed: of a prime number of queries each would be one.
+    n = next((count for count in range(n, min(4 * n, length) + 1) if length % count == 0), 1)
     if n == 1:
         return _attend_rows(query, key, value, attn_mask, dropout_p, is_causal)
     queries = query.unflatten(-2, (length // n, n))
