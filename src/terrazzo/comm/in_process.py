@@ -220,8 +220,8 @@ class Ranks:
 
     def _have_a_turn(self, rank: Rank) -> None:
         with rank.as_this_process():
-            rank.turn.release()
             try:
+                rank.turn.release()  # the rank may run, and be interrupted, before this returns
                 self.turn.acquire()
             except BaseException:  # as KeyboardInterrupt: what a process has once must not change while the rank runs
                 self.stopped = "it was interrupted"
