@@ -222,7 +222,8 @@ class Ranks:
         with rank.as_this_process():
             try:
                 rank.turn.release()  # the rank may run, and be interrupted, before this returns
-                self.turn.acquire()
+                while not self.turn.acquire(timeout=0.1):  # a signal just before it waits is handled when it has waited
+                    pass
             except BaseException:  # as KeyboardInterrupt: what a process has once must not change while the rank runs
                 self.stopped = "it was interrupted"
                 raise_in(rank.thread, KeyboardInterrupt)
