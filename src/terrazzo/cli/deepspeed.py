@@ -16,6 +16,8 @@ import typer
 
 from terrazzo.cli.screen import errors
 
+_TO_END = 10.0  # seconds for commands that were terminated
+
 
 def deepspeed(
     arguments: Annotated[list[str], typer.Argument(help="Options, the script and its arguments.", show_default=False)],
@@ -106,5 +108,10 @@ def _over_ssh(commands: Sequence[list[str]]) -> int:
     finally:
         for process in running:
             process.terminate()
+        limit = time.monotonic() + _TO_END
         for process in running:
-            process.wait()
+            try:
+                process.wait(max(limit - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:  # torchrun, say, which waits for a host that has failed
+                process.kill()
+                process.wait()
