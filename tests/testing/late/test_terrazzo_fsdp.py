@@ -307,7 +307,7 @@ def check_replicas_and_accumulation(device):
 
 
 def check_double_buffers_on_replicas(device):
-    model = sharded(device, sizes=REPLICAS, reshard_after_forward=neighbours())
+    model = sharded(device, sizes=REPLICAS, reshard_after_forward=2 if dist.get_world_size() == 4 else True)
     model.set_double_buffers()
     return train(model, device, micros=2, steps=3, before=lambda m, last: m.set_requires_all_reduce(last))
 
@@ -494,9 +494,19 @@ MICROS = {
     check_accumulation: 2,
     check_accumulation_in_shards: 3,
     check_offload_and_accumulation: 2,
+    check_offload_of_gradients: 2,
     check_replicas_and_accumulation: 2,
+    check_double_buffers: 2,
+    check_double_buffers_on_replicas: 2,
 }
-IN_BFLOAT16 = (check_mixed_precision, check_bfloat16_reductions, check_replicas_in_bfloat16)
+DOUBLE_BUFFERS = (check_double_buffers, check_double_buffers_of_coalesced_units, check_double_buffers_on_replicas)
+STEPS = dict.fromkeys(DOUBLE_BUFFERS, 3)
+IN_BFLOAT16 = (
+    check_mixed_precision,
+    check_bfloat16_reductions,
+    check_replicas_in_bfloat16,
+    check_double_buffers_of_coalesced_units,
+)
 TRAIN_OTHERWISE = (
     check_encoded_replicas,
     check_models_with_the_same_streams,
@@ -534,7 +544,7 @@ def check_as_on_one_device(device, check):
     if check in TRAIN_OTHERWISE:
         assert not found["losses"].isnan().any() and not found["parameters"].isnan().any()
         return
-    expected = on_one_device(device, check is check_unused_parameters, micros=MICROS.get(check, 1))
+    expected = on_one_device(device, check is check_unused_parameters, STEPS.get(check, 2), MICROS.get(check, 1))
     tolerance = 5e-2 if check in IN_BFLOAT16 else 1e-4
     for name, value in expected.items():
         torch.testing.assert_close(found[name].float(), value, rtol=tolerance, atol=tolerance)

@@ -117,6 +117,6 @@ def empty_for(
             return staging.empty(numel, dtype, device, axis)
         return torch.empty(numel, dtype=dtype, device=device)
 
-    # Results of reductions may become gradients, which stay.
-    buffers = None if what == "reduced" else options.buffers
+    # Results of reductions may become gradients, which stay; alone, a rank's packed gradients are their result.
+    buffers = None if what == "reduced" or axis.size == 1 else options.buffers
     return make() if buffers is None else buffers.take((what, numel, dtype, device, axis), make)

@@ -210,7 +210,8 @@ class Root:
             forward_prefetch=_units_of([each.options.forward_prefetch for each in unit.groups]),
             backward_prefetch=_units_of([each.options.backward_prefetch for each in unit.groups]),
             reduce_buffers=group.options.reduce_buffers,
-            double_buffers=group.options.buffers is not None,
+            double_buffers=group.options.buffers is not None
+            and any(bucket.settings.mesh.shard.size > 1 for bucket in unit.buckets),
             groups=tuple([i for i, each in enumerate(self.groups) if each.unit is unit]),
             **asdict(group.switches),
         )
