@@ -324,7 +324,7 @@ def check_pipeline(folder: str) -> list[float]:
 
 def check_ragged() -> None:
     """Batches of other shapes than the first one's, which a dataset has in this order."""
-    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")  # as datasets are
     data = [(draw(n, 3), draw(n, 3)) for n in (2, 5, 3, 5) for _ in range(2)]
     torch.manual_seed(9)
     layers = [nn.Linear(3, 3) for _ in range(2)]
@@ -337,13 +337,12 @@ def check_ragged() -> None:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), training_data=data, config=options
     )
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer, device = torch.optim.SGD(plain.parameters(), lr=0.1), plain[0].weight.device
     for start in (0, 2, 4, 6, 0):
-        pairs = data[start : start + 2]
-        loss = sum(nn.functional.mse_loss(plain(x), y) for x, y in pairs) / 2
+        loss = sum(nn.functional.mse_loss(plain(x.to(device)), y.to(device)) for x, y in data[start : start + 2]) / 2
         other = iter([(x[None], y[None]) for x, y in data[2:4]])
         with torch.no_grad():
-            expected = sum(nn.functional.mse_loss(plain(x), y) for x, y in data[2:4]) / 2
+            expected = sum(nn.functional.mse_loss(plain(x.to(device)), y.to(device)) for x, y in data[2:4]) / 2
         torch.testing.assert_close(engine.eval_batch(other), expected)
         torch.testing.assert_close(engine.train_batch(), loss.detach())
         loss.backward()
