@@ -120,7 +120,7 @@ class SharedSequences:
                 f"has a result for a whole sequence of {length} positions, of which each rank has a part: leave the "
                 "key out"
             )
-        counts = [int((part != _IGNORED).sum()) for part in labels.chunk(self._axis.size, 1)]
+        counts = torch.stack([(part != _IGNORED).sum() for part in labels.chunk(self._axis.size, 1)]).tolist()
         if len(set(counts)) > 1:
             raise EngineError(
                 f"sequence_parallel_size: the parts of the sequence have {counts} labels that count (others are "

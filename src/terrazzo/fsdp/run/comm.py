@@ -14,7 +14,7 @@ from terrazzo.comm.pending import Pending
 from terrazzo.comm.sections import FIRST_TAG, place, report_collective, start_gather, start_reduce
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.run.division import Ways
-from terrazzo.fsdp.run.staging import GroupMemory
+from terrazzo.fsdp.run.staging import DoubleBuffers, GroupMemory
 from terrazzo.fsdp.settings import Options
 
 
@@ -37,7 +37,7 @@ class Comm:
         `like`, or of `part`."""
         options, wanted = self._group.options, part if like is None else like
         own, staging = options.all_gather, staging_for(options, axis, wanted.device)
-        if axis.group is None or (own is None and staging is None and (options.buffers is None or axis.size == 1)):
+        if axis.group is None or (own is None and staging is None and buffers_for(options, axis) is None):
             # Until ranks have compared what they run, they may be about to call different collectives: messages with
             # tags cannot be mixed up.
             return start_gather(part, axis, plan, tag, not self._group.root.watch.has_agreed, like)
@@ -98,6 +98,11 @@ def staging_for(options: Options, axis: Axis, device: torch.device, *, reduces: 
     return None if reduces and staging.only_sums and not options.force_sum else staging
 
 
+def buffers_for(options: Options, axis: Axis) -> DoubleBuffers | None:
+    """The double buffers for this axis; none for a rank alone, whose packed gradients are their reduction's result."""
+    return None if axis.size == 1 else options.buffers
+
+
 def empty_for(
     what: Literal["gathered", "packed", "reduced"],
     options: Options,
@@ -117,6 +122,5 @@ def empty_for(
             return staging.empty(numel, dtype, device, axis)
         return torch.empty(numel, dtype=dtype, device=device)
 
-    # Results of reductions may become gradients, which stay; alone, a rank's packed gradients are their result.
-    buffers = None if what == "reduced" or axis.size == 1 else options.buffers
+    buffers = None if what == "reduced" else buffers_for(options, axis)  # results may become gradients, which stay
     return make() if buffers is None else buffers.take((what, numel, dtype, device, axis), make)

@@ -25,6 +25,7 @@ from terrazzo.fsdp.plan.state import Event, State, Where
 from terrazzo.fsdp.plan.step import Events
 from terrazzo.fsdp.plan.units import Spec, Switches, UnitSpec
 from terrazzo.fsdp.run.backward import Backward
+from terrazzo.fsdp.run.comm import buffers_for
 from terrazzo.fsdp.run.executor import Executor, Observer, streams_for
 from terrazzo.fsdp.run.forming import differ, form, part, runs_of
 from terrazzo.fsdp.run.memory import free_memory_aside
@@ -210,8 +211,7 @@ class Root:
             forward_prefetch=_units_of([each.options.forward_prefetch for each in unit.groups]),
             backward_prefetch=_units_of([each.options.backward_prefetch for each in unit.groups]),
             reduce_buffers=group.options.reduce_buffers,
-            double_buffers=group.options.buffers is not None
-            and any(bucket.settings.mesh.shard.size > 1 for bucket in unit.buckets),
+            double_buffers=any(buffers_for(group.options, b.settings.mesh.shard) is not None for b in unit.buckets),
             groups=tuple([i for i, each in enumerate(self.groups) if each.unit is unit]),
             **asdict(group.switches),
         )
