@@ -50,8 +50,8 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-def _parallel(block: Block) -> nn.Module:
-    mesh = init_device_mesh("cpu", (1,))
+def _parallel(block: Block, device: torch.device) -> nn.Module:
+    mesh = init_device_mesh(device.type, (1,))
     columns = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
     rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
     return parallelize_module(
@@ -74,12 +74,12 @@ def _step(forward: Callable[[Any], Any], block: nn.Module, x: Any) -> Callable[[
     return step
 
 
-def _blocks(width: int, length: int) -> Implementations:
-    plain = Block(width, 4)
+def _blocks(device: torch.device, width: int, length: int) -> Implementations:
+    plain = Block(width, 4).to(device)
     alone = copy.deepcopy(plain)
-    ours = _parallel(copy.deepcopy(plain))
-    x = torch.randn(2, length, width)
-    placed = distribute_tensor(x, init_device_mesh("cpu", (1,)), [Shard(1)])
+    ours = _parallel(copy.deepcopy(plain), device)
+    x = torch.randn(2, length, width).to(device)
+    placed = distribute_tensor(x, init_device_mesh(device.type, (1,)), [Shard(1)])
     torch._dynamo.reset()
     return {
         "plain": _step(plain, plain, x),
@@ -89,16 +89,16 @@ def _blocks(width: int, length: int) -> Implementations:
     }
 
 
-@case(budget=Budget("time", 1.05))
+@case(budget=Budget("time", 1.05), runs_on="both", imitable=False)
 def block(setting: Setting) -> Implementations:
     """A tensor-parallel block with sequence parallelism."""
-    return _blocks(64, 32)
+    return _blocks(setting.device, 64, 32)
 
 
-@case(budget=Budget("time", 1.05))
+@case(budget=Budget("time", 1.05), runs_on="both", imitable=False)
 def wide_block(setting: Setting) -> Implementations:
     """The same, where computing takes most of the time."""
-    return _blocks(256, 64)
+    return _blocks(setting.device, 256, 64)
 
 
 class _Gathered(nn.Module):
@@ -106,14 +106,14 @@ class _Gathered(nn.Module):
         return p.redistribute(placements=[Replicate()])
 
 
-@case(world=2, budget=Budget("time", 1.0), repetitions=11)
+@case(world=2, budget=Budget("time", 1.0), repetitions=11, runs_on="both", imitable=False)
 def sharded(setting: Setting) -> Implementations:
     """Four blocks under `fully_shard`, each a graph; beside them one graph of sharded tensors, gathers inside."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (setting.world,))
-    plain = nn.Sequential(*[Block(64, 4) for _ in range(2 if setting.quick else 4)])
-    x = torch.randn(2, 32, 64)
+    mesh = init_device_mesh(setting.device.type, (setting.world,))
+    plain = nn.Sequential(*[Block(64, 4) for _ in range(2 if setting.quick else 4)]).to(setting.device)
+    x = torch.randn(2, 32, 64).to(setting.device)
     eager, ours, theirs, graph = (copy.deepcopy(plain) for _ in range(4))
     for model, function in ((eager, fully_shard), (ours, fully_shard), (theirs, torch_fully_shard)):
         for each in model:

@@ -70,6 +70,7 @@ class Case:
     repetitions: int
     budget: Budget | None
     runs_on: RunsOn = "cpu"
+    imitable: bool = True
 
 
 _cases: dict[str, Case] = {}
@@ -83,10 +84,12 @@ def case(
     budget: Budget | None = None,
     name: str | None = None,
     runs_on: RunsOn = "cpu",
+    imitable: bool = True,
 ) -> Callable[[Callable[[Setting], Implementations]], Callable[[Setting], Implementations]]:
     """Registers a function as the case `<topic>.<name>`, the topic being that of its module `bench_<topic>`.
 
     On accelerators a case for several ranks has one for each device, and no budget: those are for gloo and the CPU.
+    A case that is not `imitable` needs a real one.
     """
 
     def register(function: Callable[[Setting], Implementations]) -> Callable[[Setting], Implementations]:
@@ -94,7 +97,9 @@ def case(
         full_name = f"{topic}.{name or function.__name__}"
         if full_name in _cases:
             raise ValueError(f"there are two benchmark cases named {full_name!r}")
-        _cases[full_name] = Case(full_name, function.__module__, function, world, unit, repetitions, budget, runs_on)
+        _cases[full_name] = Case(
+            full_name, function.__module__, function, world, unit, repetitions, budget, runs_on, imitable
+        )
         return function
 
     return register

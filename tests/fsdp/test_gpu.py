@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import terrazzo
 from device_ranks import run_on_devices
 from late_ranks import run_late
 from terrazzo.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, report
@@ -144,3 +146,36 @@ def test_operations_allocate_what_they_take():
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_operations_allocate_what_they_take_on_late(world, backend):
     run_late(world, check_allocations, backend_name=backend)
+
+
+# ------------------------------------------------------------------ graphs
+
+
+def check_compiled(device: torch.device) -> None:
+    """Blocks of `fully_shard` as graphs, in the kernels that Inductor makes for this device."""
+    mesh, rank = init_device_mesh(device.type, (dist.get_world_size(),)), dist.get_rank()
+    for half in (None, HALF):
+        torch.manual_seed(0)
+        plain = nn.Sequential(*[nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)) for _ in range(3)])
+        model = copy.deepcopy(plain).to(device)
+        for block in model:
+            fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(half, torch.float32))
+        compiled = terrazzo.compile(fully_shard(model, mesh=mesh), fullgraph=True)
+        for step in range(3):
+            x = torch.randn(dist.get_world_size(), 8, 64, generator=torch.Generator().manual_seed(step))
+            wanted, found = plain(x).square().mean(), compiled(x[rank].to(device)).float().square().mean()
+            wanted.backward()
+            found.backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                close = {"rtol": 1e-4, "atol": 1e-6} if half is None else {"rtol": 5e-2, "atol": 2e-4}
+                torch.testing.assert_close(p.grad.full_tensor().cpu(), q.grad, **close)
+            for each in (model, plain):
+                for p in each.parameters():
+                    p.data.sub_(p.grad, alpha=0.5)
+                each.zero_grad()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Inductor makes no kernels for what imitates a device")
+def test_compiled_blocks_train_as_one_device():
+    run_on_devices(check_compiled)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from device_ranks import run_on_devices
 from ranks import device_type, run_ranks
 from terrazzo.errors import DTensorArgumentError, ParallelPlanError
 from terrazzo.fsdp import fully_shard
@@ -298,10 +299,7 @@ def test_wrong_uses_are_errors():
         MixtureOfExperts(2, 2, 4, score="max")  # type: ignore[arg-type]
 
 
-@pytest.mark.gpu
-@pytest.mark.cpu_only("the kernel is CUDA's")
-def test_grouped_matmul_on_the_device():
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def check_grouped_matmul(device: torch.device) -> None:
     counts = torch.tensor([3, 0, 5], device=device)
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(8, 16, device=device, dtype=dtype, requires_grad=True)
@@ -313,3 +311,9 @@ def test_grouped_matmul_on_the_device():
         for mine, wanted in zip(*grads, strict=True):
             torch.testing.assert_close(mine, wanted, rtol=5e-2, atol=5e-1)
         assert not grads[0][1][1].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.cpu_only("the kernel is the accelerator's")
+def test_grouped_matmul_on_the_device():
+    run_on_devices(check_grouped_matmul)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,8 +16,20 @@ from late_ranks import run_late
 from terrazzo.errors import DTensorError
 from terrazzo.optim import Muon
 from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from terrazzo.tensor.experimental import context_parallel, implicit_replication
-from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from terrazzo.tensor.experimental import (
+    context_parallel,
+    context_parallel_unshard,
+    implicit_replication,
+    set_rotate_method,
+)
+from terrazzo.tensor.parallel import (
+    ColwiseParallel,
+    ExpertParallel,
+    MixtureOfExperts,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from terrazzo.testing import late
 
 PLACEMENTS = (Shard(0), Shard(1), Replicate())
@@ -128,11 +142,42 @@ def check_muon(device):
 
 
 def check_context_parallel(device):
-    whole = [draw(1, 2, 8, 4) + n for n in range(3)]
-    buffers = [x.to(device) for x in whole]
-    with context_parallel(mesh_of_all(device), buffers=buffers, buffer_seq_dims=[2, 2, 2]):
-        found = F.scaled_dot_product_attention(*buffers, is_causal=True)
-        assert found.shape == (1, 2, 8 // dist.get_world_size(), 4) and not found.isnan().any().item()
+    """In the dtype and at the sizes for which accelerators have kernels of their own."""
+    mesh, shape = mesh_of_all(device), (1, 4, 256, 64)
+    whole = [draw(*shape).roll(n, 2).bfloat16() for n in range(4)]
+    expected = [x.float().requires_grad_() for x in whole[:3]]
+    attended = F.scaled_dot_product_attention(*expected, is_causal=True)
+    (attended * whole[3]).sum().backward()
+    for method, rotate in (("ring", "allgather"), ("ulysses", "alltoall"), ("ring", "alltoall")):
+        set_rotate_method(rotate)  # the last is the default
+        buffers = [x.to(device) for x in whole]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, method=method):
+            *inputs, weight = buffers
+            for x in inputs:
+                x.requires_grad_()
+            found = F.scaled_dot_product_attention(*inputs, is_causal=True)
+            (found * weight).sum().backward()
+            parts = [found.detach(), *(x.grad for x in inputs)]
+            results = context_parallel_unshard(mesh, parts, [2] * 4)
+            for x in inputs:
+                x.requires_grad_(False).grad = None
+        for got, want in zip(results, [attended, *(x.grad for x in expected)], strict=True):
+            assert got.dtype == torch.bfloat16
+            torch.testing.assert_close(got.cpu().float(), want.detach(), atol=3e-2, rtol=3e-2)
+
+
+def check_experts(device):
+    """Uneven numbers of tokens, none for the last expert, in the dtype that accelerators multiply in groups."""
+    mesh, rank = mesh_of_all(device), dist.get_rank()
+    torch.manual_seed(0)
+    model = MixtureOfExperts(64, 128, 8, top_k=2).bfloat16()
+    reference = copy.deepcopy(model).float()
+    parallelize_module(model.to(device).experts, mesh, ExpertParallel())
+    tokens = [draw(1, 5 + 3 * each, 64).bfloat16() for each in range(dist.get_world_size())]
+    for module, x in [(reference, torch.cat(tokens, 1).float()), (model, tokens[rank].to(device))]:
+        module(x)[0].square().sum().backward()
+    for p, q in zip(model.experts.parameters(), reference.experts.parameters(), strict=True):
+        assert (p.grad.full_tensor().float().cpu() - q.grad).norm() < 3e-2 * q.grad.norm()
 
 
 def check_settings_hold_in_autograds_threads(device):
@@ -178,7 +223,7 @@ def test_random_numbers_are_not_captured():
 
 CHECKS = (
     check_products, check_redistribution, check_parallel_styles, check_random_numbers, check_muon,
-    check_context_parallel, check_settings_hold_in_autograds_threads,
+    check_context_parallel, check_experts, check_settings_hold_in_autograds_threads,
 )  # fmt: skip
 
 
