@@ -15,6 +15,7 @@ import torch
 
 import device_ranks
 import ranks
+from benchmarks import devices
 
 TESTS = Path(__file__).parent
 # These take longest. Each is run by one process, so they come first: none is left for the end, when others are done.
@@ -32,7 +33,7 @@ hypothesis.settings.load_profile("terrazzo")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="Also run what is marked as long.")
     parser.addoption("--proofs", action="store_true", help="Also run what is marked as long or as a proof.")
-    parser.addoption("--device", help="Run what is marked gpu, and nothing else, on this kind of device.")
+    parser.addoption("--device", help="Run what is marked gpu on this kind of device; with --long also on_late.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,8 +45,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if len(list(item.iter_markers("long"))) > 1:  # it is long anyhow, and on the device `late`
             item.add_marker("proof")
-    if config.getoption("--device"):  # its ranks have that device, and would be wrong for other tests
-        deselected = {item for item in items if not item.get_closest_marker("gpu")}
+    if kind := config.getoption("--device"):  # its ranks have that device, and would be wrong for other tests
+        long = config.getoption("--long")
+        deselected = {
+            item for item in items
+            if not item.get_closest_marker("gpu") and not (long and _way_of(item) == kind)
+            or item.get_closest_marker("proof")
+        }  # fmt: skip
     else:
         proofs = config.getoption("--proofs")
         left_out = ["gpu"] if proofs else ["gpu", "proof"] if config.getoption("--long") else ["gpu", "long", "proof"]
@@ -55,9 +61,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_needless(item: pytest.Item) -> bool:
-    """Whether it is on the device `late` with one rank, or with four where there is the same test with two."""
-    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-    return params.get("on_device", "cpu") != "cpu" and params.get("world", 2) != 2
+    """Whether it is on a device with one rank, or with four where there is the same test with two."""
+    return _way_of(item) != "cpu" and _params_of(item).get("world", 2) != 2
+
+
+def _params_of(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+
+
+def _way_of(item: pytest.Item) -> str:
+    return str(_params_of(item).get("on_device", "cpu"))
 
 
 def _turn(item: pytest.Item) -> int:
@@ -87,7 +100,8 @@ def pytest_sessionfinish() -> None:
 def on_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where `run_ranks`, `run_fresh` and `fresh_values` call the checks of this test."""
     way = getattr(request, "param", "cpu")
-    ranks.on_late = way != "cpu"
+    ranks.on_late = way.startswith("late")
+    ranks.on_accelerators = way != "cpu" and not ranks.on_late
     if ranks.on_late:
         import late_ranks
 
@@ -95,7 +109,7 @@ def on_device(request: pytest.FixtureRequest) -> Iterator[None]:
         elsewhere, coalesces = (any(mark.get(name) for mark in marks) for name in ("elsewhere", "coalesces"))
         late_ranks.begin_test(request.node.nodeid.replace(way, ""), way, elsewhere, coalesces)
     yield
-    ranks.on_late = False
+    ranks.on_late = ranks.on_accelerators = False
 
 
 def _sends_checks(test: Any) -> bool:
@@ -106,7 +120,7 @@ def _sends_checks(test: Any) -> bool:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """On the device, a test that sends no checks to ranks is one itself."""
     test = pyfuncitem.function
-    if not ranks.on_late or _sends_checks(test):
+    if not (ranks.on_late or ranks.on_accelerators) or _sends_checks(test):
         return None
     ranks.run_ranks(1, test, *(pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters))
     return True
@@ -115,7 +129,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """What is marked `on_late` runs on the device `late` as well, in both of `late_ranks.WAYS`.
 
-    `make proofs` runs all of it, and `make long` the eager way only of what is marked `both=True`.
+    `make proofs` runs all of it, and `make long` the eager way only of what is marked `both=True`. With `--device` of
+    this machine it runs there.
 
     In a module that is marked, these are the tests that send checks to ranks.
     """
@@ -129,4 +144,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     both = any(each.kwargs.get("both") for each in metafunc.definition.iter_markers("on_late"))
     eager = pytest.param("late-eager", marks=known + long + ([] if both else [pytest.mark.proof]))
     lazy = pytest.param("late-lazy", marks=known + ([] if marker.kwargs.get("sample") else long))
-    metafunc.parametrize("on_device", ["cpu", eager, lazy], indirect=True)
+    kind = metafunc.config.getoption("--device")
+    ways = ["cpu", eager, lazy] if kind in (None, devices.LATE) else [kind]
+    metafunc.parametrize("on_device", ways, indirect=True)

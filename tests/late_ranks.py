@@ -201,7 +201,7 @@ def _call(request: Request, way: Way) -> Any:
 
 def _on(device: torch.device, request: Request, elsewhere: bool) -> Any:
     _count_alike(device)
-    with _OnDevice(device):
+    with OnDevice(device):
         torch.accelerator.set_device_index((device.index + 2) % 4 if elsewhere else device.index)
         torch.manual_seed(1234)
         return request.call()
@@ -252,7 +252,7 @@ def _in_thread(call: Callable[[], Any]) -> Any:
     return value
 
 
-class _OnDevice(DeviceContext):
+class OnDevice(DeviceContext):
     """New tensors are on the device. Those that a generator of the CPU draws are drawn there, as on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -47,6 +47,8 @@ preload("rank_preload")
 
 on_late = False
 """Whether the present test runs its checks on the device `late`. `late_ranks` knows how."""
+on_accelerators = False
+"""Whether it runs them on this machine's accelerators. `device_ranks` knows how."""
 
 
 def device_type() -> str:
@@ -61,6 +63,10 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 4
         import late_ranks
 
         return late_ranks.run_on(world, fn, args, timeout)
+    if on_accelerators:
+        import device_ranks
+
+        return device_ranks.run_on(world, fn, args, timeout)
     if world not in WORLDS:
         raise ValueError(f"run_ranks serves worlds {WORLDS}, not {world}; run_fresh takes any")
     return testing.run_ranks(world, fn, *args, timeout=timeout)
@@ -73,6 +79,10 @@ def run_fresh(world: int, fn: Callable[..., Any], *args: Any, **more: Any) -> li
         import late_ranks
 
         return late_ranks.fresh_on(world, fn, args, **more)
+    if on_accelerators:
+        import device_ranks
+
+        return device_ranks.fresh_on(world, fn, args, **more)
     return testing.run_fresh(world, fn, *args, **more)
 
 

@@ -11,6 +11,7 @@ some, one `TorchMovedError` lists them all. `python -m terrazzo._torch` prints t
     devices                         devices that torch does not know by itself
     attention, flex                 fused kernels of attention; another function in place of `flex_attention`
     compiling                       marks for Dynamo
+    kernels                         element-wise kernels for CUDA and ROCm, from text
     graphs                          compilers of whole programs; imported with `terrazzo.graphs`
     function_apply, transforms,
     optimizers, clipping, masked,
@@ -35,6 +36,7 @@ from terrazzo._torch import (
     flex,
     function_apply,
     groups,
+    kernels,
     masked,
     modules,
     optimizers,
@@ -63,6 +65,7 @@ __all__ = [
     "flex",
     "function_apply",
     "groups",
+    "kernels",
     "masked",
     "modules",
     "optimizers",

@@ -126,6 +126,18 @@ def check_random_numbers(device):
     assert torch.equal(first, x.normal_().full_tensor().cpu()) and first.unique().numel() > 60
     dropped = F.dropout(x, 0.5).full_tensor()
     assert ((dropped == 0) | (dropped == 2 * x.full_tensor())).all().item()
+    bits = []  # the same as the CPU's, bit by bit
+    for kind in ("cpu", device.type):
+        mesh = init_device_mesh(kind, (dist.get_world_size(),))
+        big = distribute_tensor(torch.zeros(3, 1, dtype=torch.int64, device=kind), mesh, [Shard(0)])
+        torch.manual_seed(5)
+        rows = [
+            big.clone().random_(-(1 << 63), None),
+            distribute_tensor(torch.zeros(5, 7, device=kind), mesh, [Shard(1)]),
+        ]
+        rows[1].uniform_()
+        bits.append([x.full_tensor().cpu() for x in rows])
+    assert all(torch.equal(one, two) for one, two in zip(*bits, strict=True))
 
 
 def check_muon(device):
