@@ -72,6 +72,18 @@ CASES = """
         dist.all_reduce(x)
         return {"terrazzo": lambda: x.item()}
 
+    @case(repetitions=1)
+    def lacking(setting):
+        def lacks():
+            raise NotImplementedError("no rule")
+        return {"terrazzo": lambda: torch.ones(8), "torch": lacks}
+
+    @case(repetitions=1)
+    def ours_lacks(setting):
+        def lacks():
+            raise NotImplementedError("no rule")
+        return {"terrazzo": lacks, "torch": lambda: torch.ones(8)}
+
     @case(unit="count", repetitions=1)
     def no_number(setting):
         return {"terrazzo": lambda: "one"}
@@ -124,6 +136,12 @@ def test_ranks_take_turns_and_the_largest_value_counts(register):
 
 def test_preparation_comes_before_every_sample(register):
     assert one("tiny.prepared").samples["terrazzo"] == [1, 2, 3]
+
+
+def test_an_operation_that_others_lack_is_measured_without_them(register):
+    result = one("tiny.lacking")
+    assert set(result.samples) == {"terrazzo"} and result.error is None
+    assert "NotImplementedError: no rule" in one("tiny.ours_lacks").error
 
 
 @pytest.mark.parametrize(

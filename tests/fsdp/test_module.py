@@ -545,7 +545,8 @@ def check_changed_while_accumulating() -> None:
         loss_of(model, mine(v.to(dtype)), mine(w.to(dtype))).backward()
         loss_of(reference, v.to(dtype), w.to(dtype)).backward()
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, msg=change.__name__)
+            # A part of each sum was computed in single precision.
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=2e-6, atol=1e-6, msg=change.__name__)
 
 
 @WORLDS
