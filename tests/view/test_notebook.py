@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -10,13 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import terrazzo
 from ranks import run_ranks
-from terrazzo.checkpoint import Checkpoint, save
+from terrazzo.checkpoint import Checkpoint, CheckpointManager, save
+from terrazzo.engine import initialize
 from terrazzo.errors import ViewError
-from terrazzo.fsdp import fully_shard, report
+from terrazzo.fsdp import explain, fully_shard, report, trace
 from terrazzo.layout import Layout, Partial, Replicate, Shard
 from terrazzo.layout.drawing import hue_of
 from terrazzo.tensor import distribute_tensor, init_device_mesh
+from terrazzo.tensor.debug import CommDebugMode
+from terrazzo.testing import check_rule
 from terrazzo.view import page_of
 from terrazzo.view.data.layout_data import SketchedMesh
 from view.samples import HOSTILE, save_hostile
@@ -115,6 +120,45 @@ def test_a_report():
     assert [row[0] for row in cells.rows[:3]] == ["group", "Sequential", "0"]
     shown = [[part.strip() for part in line if part.strip()] for line in text[: len(cells.rows) - 1]]
     assert [[cell for cell in row if cell] for row in cells.rows[: len(shown)]] == shown
+
+
+def check_texts(folder: str) -> list[tuple[str, str]]:
+    model = fully_shard(nn.Linear(4, 2))
+    with trace(model) as steps, CommDebugMode() as seen:
+        model(torch.ones(1, 4)).sum().backward()
+    mesh = init_device_mesh("cpu", (1,))
+    x = distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)])
+    compiled = terrazzo.compile(lambda t: t + 1, backend="aot_eager")
+    compiled(torch.ones(2))
+    engine = initialize(nn.Linear(2, 1), config={"train_batch_size": 4, "optimizer": {"type": "AdamW"}})
+    with CheckpointManager(folder) as manager:
+        manager.save(3, {"w": torch.ones(2)}, {"loss<b>": 0.5})
+        manager.wait()
+        found = [
+            (explain(model), "gather|copy out"),
+            (report(model), "peak"),
+            (steps, "hand over"),
+            (steps.timeline(), r"^Timeline of rank 0 of 1: \d+ operations of 1 groups"),
+            (seen, "^CommDebugMode: no communication"),
+            (terrazzo.tensor.explain(torch.mm, x, x), "mm, in bytes"),
+            (terrazzo.compile_report(compiled), "1 graphs"),
+            (check_rule(torch.neg, torch.ones(4)), "right: .*\\nwrong: none"),
+            (engine, "^Engine for .*: ZeRO stage 0, torch.float32, after step 0; a step has 4 samples: 4 on each of 1"),
+            (manager, r"^CheckpointManager\(.*: 1 checkpoints\n  step 3  20.*  loss<b> 0.5$"),
+            (terrazzo.install(), r"^names of PyTorch: \d+ replaced in \d+ modules, \d+ kept"),
+        ]
+    terrazzo.uninstall()
+    for thing, expected in found:
+        assert re.search(expected, repr(thing)) and repr(thing) == str(thing), repr(thing)
+    return [(type(thing).__name__, thing._repr_html_()) for thing, _ in found]
+
+
+def test_what_has_a_text_is_shown_as_that_at_a_prompt_and_in_a_notebook(tmp_path):
+    (shown,) = run_ranks(1, check_texts, str(tmp_path / "run"))
+    for name, html in shown:
+        assert html.startswith("<table" if name == "Report" else "<pre"), name
+        assert "<b>" not in html and "<script" not in html, name
+    assert "loss&lt;b&gt;" in dict(shown)["CheckpointManager"]
 
 
 def test_a_page_in_a_frame(tmp_path):

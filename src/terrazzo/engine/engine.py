@@ -39,6 +39,7 @@ from terrazzo.engine.saving import find_to_load, load_engine, load_step, save_en
 from terrazzo.engine.sequence import SharedSequences
 from terrazzo.engine.sparse import SparseEmbeddings
 from terrazzo.errors import EngineCallError, EngineConfigError, EngineError
+from terrazzo.layout.drawing import Shown
 
 LOGGER = logging.getLogger("terrazzo.engine")
 
@@ -57,7 +58,7 @@ def _with_shards(method: F) -> F:
     return run  # type: ignore[return-value]  # of the same signature
 
 
-class Engine:
+class Engine(Shown):
     """Trains a model. Created by `terrazzo.engine.initialize`.
 
         for batch in engine.training_dataloader:
@@ -155,6 +156,14 @@ class Engine:
             flops = FlopsReport(module, self.config.flops_profiler)
             self.watchers.append(lambda engine: flops.end_step(engine.global_steps))
         return flops, CommsReport(self.config.comms_logger) if self.config.comms_logger.enabled else None
+
+    def __str__(self) -> str:
+        batch, ranks = self.batch, self.ranks.samples.size
+        return (
+            f"Engine for {type(self.module).__name__}: ZeRO stage {self.stage}, {self.dtype}, after step "
+            f"{self.global_steps}; a step has {batch.total} samples: {batch.micro} on each of {ranks} ranks, "
+            f"{batch.accumulation} times"
+        )
 
     # ------------------------------------------------------------------ a step
 

@@ -17,7 +17,7 @@ from terrazzo.fsdp.explain import explain, sharded
 from terrazzo.fsdp.plan.memory import peak_of
 from terrazzo.fsdp.plan.units import Spec
 from terrazzo.fsdp.run.unit import Unit
-from terrazzo.layout.drawing import table_html
+from terrazzo.layout.drawing import Shown, table_html
 
 _TITLES: Final = ("group", "held", "unsharded", "reduce", "moved", "")
 
@@ -44,7 +44,7 @@ class GroupReport(msgspec.Struct, frozen=True):
         return self.moved_forward + self.moved_backward
 
 
-class Report(msgspec.Struct, frozen=True):
+class Report(Shown, msgspec.Struct, frozen=True):
     """All groups of a model, in the order of its modules."""
 
     groups: list[GroupReport]

@@ -19,6 +19,7 @@ from terrazzo.fsdp.plan.memory import Memory
 from terrazzo.fsdp.plan.operations import Kind, Operation
 from terrazzo.fsdp.report import report
 from terrazzo.fsdp.run.root import Root
+from terrazzo.layout.drawing import Shown
 
 
 class Collective(msgspec.Struct, frozen=True):
@@ -43,7 +44,7 @@ class Collective(msgspec.Struct, frozen=True):
     async_op: bool = False
 
 
-class Timeline(msgspec.Struct, frozen=True):
+class Timeline(Shown, msgspec.Struct, frozen=True):
     """The operations of one rank in a step.
 
     Attributes:
@@ -73,6 +74,10 @@ class Timeline(msgspec.Struct, frozen=True):
     bound: int
     operations: list[Operation] = []
     collectives: list[Collective] = []
+
+    def __str__(self) -> str:
+        what = f"{len(self.operations)} operations of {len(self.groups)} groups, {len(self.collectives)} collectives"
+        return f"Timeline of rank {self.rank} of {self.world}{', planned' if self.planned else ''}: {what}"
 
     def groups_of(self, operation: Operation) -> tuple[int, ...]:
         """The numbers of the groups that an operation is about; none if it is about all."""

@@ -30,12 +30,13 @@ from terrazzo.fsdp.plan.step import lines_of
 from terrazzo.fsdp.run.root import Root
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.timeline import Collective, Timeline, frame_of
+from terrazzo.layout.drawing import Shown
 
 # Operations in which shards may be written: with what users wrote to unsharded parameters, or in hooks on gradients.
 _WRITE = frozenset([Kind.REST, Kind.FREE, Kind.KEEP, Kind.HAND_OVER])
 
 
-class Trace:
+class Trace(Shown):
     """The operations of a step that ran, in the order in which they began on this rank's host, with their times."""
 
     def __init__(self, root: Root) -> None:

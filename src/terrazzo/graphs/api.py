@@ -13,6 +13,7 @@ from torch import nn
 
 from terrazzo._torch.compiling import stay_eager
 from terrazzo.graphs.program import _BACKENDS, Program, Settings, is_fully_sharded
+from terrazzo.layout.drawing import Shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -181,8 +182,8 @@ class GraphReport:
     """Why no graph could be made, so that such calls run eagerly; else None."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompileReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class CompileReport(Shown):
     """The graphs of a compiled program, in the order in which they were made."""
 
     name: str
@@ -206,6 +207,11 @@ def compile_report(compiled: Any) -> CompileReport:
     """The graphs of a compiled module or function: how often each ran, and why it was needed.
 
     Of a module whose sharded modules are compiled, the graphs of all of these.
+
+    >>> compiled = compile(lambda x: x + 1, backend="aot_eager")
+    >>> _ = compiled(torch.ones(2)), compiled(torch.ones(2))
+    >>> [graph.calls for graph in compile_report(compiled).graphs]
+    [2]
     """
     inside = not isinstance(compiled, CompiledModule) and isinstance(compiled, nn.Module)
     programs = (_programs_in(compiled.modules()) if inside else []) or [_program_of(compiled)]

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from terrazzo._torch.replaced import Replacement, replace, restore
 from terrazzo.integrations.translating import is_helper, refusing, translated, without_our_placements
+from terrazzo.layout.drawing import Shown
 from terrazzo.tensor.attributes import NoRawAccess
 
 # PyTorch's modules, below torch.distributed, and terrazzo's modules with the same names.
@@ -105,11 +106,11 @@ _CHANGES_PYTORCHS_ONLY: Final = (
     "_enable_custom_loss_ops",
     "ExplicitRedistributionContext",
 )
-"""What has no argument of terrazzo's, changes what PyTorch's DTensors do, and would do nothing for terrazzo's."""
+"""Functions that stay PyTorch's: they take no argument of terrazzo's, and change only what PyTorch's DTensors do."""
 
 
-@dataclass(frozen=True)
-class Installed:
+@dataclass(frozen=True, repr=False)
+class Installed(Shown):
     """What `install` has done.
 
     Attributes:
@@ -122,6 +123,11 @@ class Installed:
     replaced: Mapping[str, tuple[str, ...]]
     kept: Mapping[str, tuple[str, ...]]
     translated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = (("replaced", self.replaced), ("kept", self.kept), ("translated", self.translated))
+        count = [f"{sum(map(len, names.values()))} {what} in {len(names)} modules" for what, names in parts]
+        return f"names of PyTorch: {', '.join(count)}"
 
 
 class InstallWarning(UserWarning):

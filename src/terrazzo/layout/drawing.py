@@ -1,4 +1,4 @@
-"""Tables as HTML for notebooks, and how a layout looks as one: no script, nothing fetched, all text escaped."""
+"""What notebooks show of objects, as HTML, and how a layout looks there: no script, nothing fetched, text escaped."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ from terrazzo.layout.placement import Partial, Placement
 
 _EDGE = "border:1px solid #8888;padding:4px 10px"
 _MOST_CELLS = 4096  # a larger table is of no use to a reader, and of much work to a browser
+
+
+class Shown:
+    """A base of what is shown as its text, `str()`: where a program prints it, at a prompt, and in a notebook."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="max-height:40em;overflow:auto;line-height:1.25">{escape(str(self))}</pre>'
 
 
 def hue_of(number: int) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Placement
+from terrazzo.layout.drawing import Shown
 from terrazzo.tensor.dispatch.candidates import Candidate, Cost
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.names import canonical_name
@@ -88,8 +89,8 @@ class DimChoice:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation(Shown):
     """How a call is planned: the choice of each mesh dim, in order. Print it.
 
     `note` says what else happens to the call, or why it has no plan; in that case `choices` is empty.

@@ -16,6 +16,7 @@ import torch
 from terrazzo.errors import DTensorArgumentError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.layout.chunking import chunk_sizes
+from terrazzo.layout.drawing import Shown
 from terrazzo.tensor.dispatch.candidates import candidates_of
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, Decomposed
@@ -37,8 +38,8 @@ _REDUCTIONS: Mapping[str, Callable[..., torch.Tensor]] = {
 _Way = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class RuleReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class RuleReport(Shown):
     """What `check_rule` found; each entry is placements of the operands and of the results, as in `explain`."""
 
     right: tuple[str, ...]
@@ -47,6 +48,10 @@ class RuleReport:
     """What the rule allows, but gives other results."""
     missing: tuple[str, ...]
     """What would give the results of one device without communication, but the rule does not allow."""
+
+    def __str__(self) -> str:
+        parts = (("right", self.right), ("wrong", self.wrong), ("missing", self.missing))
+        return "\n".join(f"{name}: {', '.join(ways) or 'none'}" for name, ways in parts)
 
 
 @dataclass(frozen=True)

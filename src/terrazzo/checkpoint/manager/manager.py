@@ -50,13 +50,14 @@ from terrazzo.errors import (
     CheckpointManagerError,
     DivergentValueError,
 )
+from terrazzo.layout.drawing import Shown
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 _PATIENCE: Final = 5.0  # seconds after which the first rank, if it is busy, sends the others a message
 
 
-class CheckpointManager:
+class CheckpointManager(Shown):
     """The checkpoints of a run, in a folder, at a URL or in a store: saves, keeps, finds and restores them.
 
     All ranks construct one with the same arguments, and call its methods together, except `steps`, `records`,
@@ -126,6 +127,14 @@ class CheckpointManager:
     def root(self) -> str:
         """Where the checkpoints are."""
         return str(self._tiers.root.root)
+
+    def __str__(self) -> str:
+        lines = [f"CheckpointManager({self.root!r}): {len(self._records)} checkpoints"]
+        for each in self._records:
+            metrics = [f"{name} {value:.6g}" for name, value in each.metrics.items()]
+            saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.saved))
+            lines.append("  ".join([f"  step {each.step}", saved, *metrics]))
+        return "\n".join(lines)
 
     # ------------------------------------------------------------------ saving
 

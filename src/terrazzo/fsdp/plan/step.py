@@ -15,12 +15,13 @@ from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
 from terrazzo.fsdp.plan.planner import advance
 from terrazzo.fsdp.plan.state import Event, Phase, State
 from terrazzo.fsdp.plan.units import Spec
+from terrazzo.layout.drawing import Shown
 
 Events = tuple[tuple[Any, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan(Shown):
     """The operations of a step, in the order in which the host starts them."""
 
     spec: Spec

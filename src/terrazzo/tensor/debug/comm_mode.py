@@ -18,6 +18,7 @@ from terrazzo._torch.dispatching import OpOverload, TorchDispatchMode
 from terrazzo._torch.groups import group_called
 from terrazzo.comm import CommEvent, add_observer, remove_observer, wire
 from terrazzo.layout import Placement
+from terrazzo.layout.drawing import Shown
 from terrazzo.tensor.debug.counts import ByCollective, kind_of_operator
 from terrazzo.tensor.debug.record import (
     Collective,
@@ -34,7 +35,7 @@ from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.foreign import is_torch_dtensor
 
 
-class CommDebugMode:
+class CommDebugMode(Shown):
     """A context manager that records communication; entering it again starts a new record.
 
     It records each collective of this process just before it starts, wherever it comes from: operations on DTensors,
@@ -83,6 +84,11 @@ class CommDebugMode:
 
     def _add(self, kind: str, axis: str, ranks: int, nbytes: int, op: str | None) -> None:
         self._collectives.append(self._tree.write_collective(kind, axis, ranks, nbytes, op))
+
+    def __str__(self) -> str:
+        counts, moved = self.get_comm_counts(), self.get_comm_bytes()
+        seen = [f"{counts[kind]} {kind}, {moved[kind]:,} bytes" for kind in counts]
+        return f"CommDebugMode: {'; '.join(seen) or 'no communication'}"
 
     # ------------------------------------------------------------------ numbers
 
