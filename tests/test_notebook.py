@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +47,23 @@ def test_cells_keep_what_they_define_and_show_each_rank(shell: Any, capsys: pyte
     cell("", "torch.rand(1).item()")
     first, second = capsys.readouterr().out.splitlines()
     assert first != second, "the generators go on"
+
+
+def test_what_ranks_print_is_shown_while_they_run(shell: Any, tmp_path: Path) -> None:
+    """The cell ends only once its output was shown: the process that shows it writes the file that ranks wait for."""
+    seen = io.StringIO()
+
+    class Screen(io.StringIO):
+        def write(self, text: str) -> int:
+            if "first line" in text:
+                (tmp_path / "shown").touch()
+            return seen.write(text)
+
+    waits = f"while not os.path.exists({str(tmp_path / 'shown')!r}): time.sleep(0.05)"
+    cell = f"import os, time\nprint('first line')\n{waits}"
+    with contextlib.redirect_stdout(Screen()):
+        shell.ranks.run(cell + "\nprint('end', end='')")
+    assert seen.getvalue() == "ranks 0-1: first line\nranks 0-1: end"
 
 
 def test_errors_name_the_ranks_and_what_is_lost(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,13 +65,13 @@ class Ranks:
         """Call a function on each rank, and return the results in the order of the ranks.
 
         It may be a lambda or a closure. What it uses of the notebook is sent with it; other names are those that cells
-        defined on the ranks. What ranks print is shown.
+        defined on the ranks. What ranks print is shown while they run.
         """
         outcomes = self._run(Request.of(_call, (_pickler().dumps((function, args, kwargs)),)))
         return [pickle.loads(outcome.value) for outcome in outcomes]
 
     def run(self, cell: str) -> None:
-        """Run the lines of a cell on each rank, and show what it prints and the value of its last line."""
+        """Run the lines of a cell on each rank, and show what it prints, while it runs, and its last line's value."""
         self._cells += 1
         self._run(Request.of(_run_cell, (cell, f"<cell {self._cells} on ranks>")))
 
@@ -82,17 +82,16 @@ class Ranks:
             self._world = None
 
     def _run(self, request: Request) -> Sequence[Outcome]:
-        done = False
+        done, live = False, _Live(self._number)
         try:
             if self._world is None:
                 self._world = World(self._number, request)
-            outcomes = self._world.call(request, self._timeout, grace=10)
+            outcomes = self._world.call(request, self._timeout, grace=10, watch=live)
             done = not any(outcome.hung or outcome.exitcode is not None for outcome in outcomes)
         finally:  # also when interrupted: ranks in the middle of a call cannot be used again
             if not done:
                 self.close()
-        for text, those in alike((each.rank, each.output) for each in outcomes if each.output).items():
-            print("".join(f"{named(those)}: {line}" for line in text.splitlines(keepends=True)), end="")
+        live.end([each.output for each in outcomes])
         failed = [outcome for outcome in in_order_of_failure(outcomes) if not outcome.ok]
         if failed:
             silent = [(each.rank, str(replace(each, output=""))) for each in failed]
@@ -102,6 +101,29 @@ class Ranks:
                 lines.append("The next call starts new ranks, without what cells have defined.")
             raise RanksFailed("\n".join(lines))
         return outcomes
+
+
+class _Live:
+    """Shows what ranks print while they run: whole lines, of ranks that print the same once."""
+
+    def __init__(self, ranks: int) -> None:
+        self._shown, self._known = [0] * ranks, [0] * ranks  # lines
+
+    def __call__(self, outputs: list[str]) -> None:
+        """Show the lines that were there at the last call: since then other ranks could print the same."""
+        lines = [output.splitlines(keepends=True) for output in outputs]
+        self._show([each[:known] for each, known in zip(lines, self._known, strict=True)])
+        self._known = [len(each) - (not each[-1].endswith(("\n", "\r"))) if each else 0 for each in lines]
+
+    def end(self, outputs: list[str]) -> None:
+        """Show the rest."""
+        self._show([output.splitlines(keepends=True) for output in outputs])
+
+    def _show(self, lines: list[list[str]]) -> None:
+        new = [(rank, "".join(each[self._shown[rank] :])) for rank, each in enumerate(lines)]
+        self._shown = [max(shown, len(each)) for shown, each in zip(self._shown, lines, strict=True)]
+        for text, those in alike((rank, text) for rank, text in new if text).items():
+            print("".join(f"{named(those)}: {line}" for line in text.splitlines(keepends=True)), end="", flush=True)
 
 
 def _pickler() -> Any:

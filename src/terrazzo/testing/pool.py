@@ -40,6 +40,7 @@ _GRACE = 10.0  # seconds for the other ranks once one has failed: they may be wa
 _DUMP_LIMIT = 5.0  # seconds for a hung rank to write its stacks
 _END_LIMIT = 60.0  # seconds for a process that has closed its connection to be gone
 _MAX_THREADS = 200  # a rank with more is replaced
+_LOOK = 0.25  # seconds between two looks at what ranks have printed
 _MAX_OUTPUT = 20_000  # characters of one rank's output in a report, the last ones
 
 
@@ -157,6 +158,8 @@ def preload(*modules: str) -> None:
     """Make ranks start with these modules imported, which saves time. Call it before the first rank starts.
 
     A module that starts a thread when it is imported cannot be preloaded.
+
+    >>> preload("json")
     """
     global _preloaded
     _preloaded = (*_preloaded, *modules)
@@ -164,7 +167,10 @@ def preload(*modules: str) -> None:
 
 
 def close_all() -> None:
-    """End all ranks that were kept."""
+    """End all ranks that were kept.
+
+    >>> close_all()
+    """
     while _pools:
         _pools.popitem()[1].close()
 
@@ -207,10 +213,16 @@ class World:
             raise
 
     def call(
-        self, request: Request, timeout: float, grace: float, awaited: Collection[int] | None = None
+        self,
+        request: Request,
+        timeout: float,
+        grace: float,
+        awaited: Collection[int] | None = None,
+        watch: Callable[[list[str]], None] | None = None,
     ) -> list[Outcome]:
+        """`begin` and `end`."""
         self.begin(request)
-        return self.end(timeout, grace, awaited)
+        return self.end(timeout, grace, awaited, watch)
 
     def begin(self, request: Request) -> None:
         """Start a call on all ranks, and return; `end` follows."""
@@ -234,15 +246,25 @@ class World:
         self._ranks.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def end(self, timeout: float, grace: float = _GRACE, awaited: Collection[int] | None = None) -> list[Outcome]:
+    def end(
+        self,
+        timeout: float,
+        grace: float = _GRACE,
+        awaited: Collection[int] | None = None,
+        watch: Callable[[list[str]], None] | None = None,
+    ) -> list[Outcome]:
         """Wait for every rank's (or every awaited one's) reply or death, at most `timeout` seconds and at most `grace`
-        after a failure."""
+        after a failure. Meanwhile `watch` gets what each rank has printed so far, again and again."""
         deadline = time.monotonic() + timeout
         outcomes: dict[int, Outcome] = {}
         while pending := [rank for rank in self._ranks if rank.index not in outcomes]:
             if awaited is not None and all(rank in outcomes for rank in awaited):
                 deadline = time.monotonic()
-            ready = wait([source for rank in pending for source in rank.sources], deadline - time.monotonic())
+            left = deadline - time.monotonic()
+            ready = wait([source for rank in pending for source in rank.sources], min(left, _LOOK) if watch else left)
+            if watch is not None and not ready and left > _LOOK:
+                watch([rank.output() for rank in self._ranks])
+                continue
             if not ready:
                 outcomes |= {outcome.rank: outcome for outcome in _dump_hung(pending)}
             for rank in pending:
@@ -271,6 +293,7 @@ class _Rank:
         self.sources: tuple[Connection | int, ...] = (self._connection, self._process.sentinel)
 
     def send(self, request: Request) -> None:
+        os.truncate(self._log, 0)  # what it prints from now on is this call's
         try:
             self._connection.send_bytes(pickle.dumps(request))
         except (BrokenPipeError, ConnectionResetError):
