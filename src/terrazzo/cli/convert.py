@@ -33,7 +33,7 @@ def convert(
     with errors():
         format = named(to)
         total = Checkpoint(source).total_bytes()
-        with progress("converting", total, hidden=json) as advance:
+        with progress("converting", total) as advance:
             try:
                 convert_checkpoint(
                     source,

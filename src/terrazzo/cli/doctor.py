@@ -18,6 +18,7 @@ import typer
 
 from terrazzo.cli.screen import Json, print_json, say
 
+_WIDTH = 18  # of the longest name of a check
 _FILES = 4096  # that a rank with many loaders and a store of small files has open at once
 _SHARED = 1 << 30  # bytes of shared memory, for data loaders and saves in the background
 
@@ -36,19 +37,26 @@ def doctor(json: Json = False) -> None:
 
     The exit status is 1 if there is something to mend.
     """
-    findings = [finding for check in _CHECKS for finding in _made(check)]
+    findings: list[Finding] = []
+    for check in _CHECKS:
+        found = _made(check)
+        findings += found
+        if not json:
+            for finding in found:
+                _show(finding)
     wrong = [finding for finding in findings if finding.mend]
     if json:
         print_json(findings)
     else:
-        width = max(len(finding.check) for finding in findings)
-        for finding in findings:
-            mend = finding.mend
-            say(f"{'!' if mend else ' '} {finding.check:{width}}  {finding.found}", style="red" if mend else None)
-            if mend:
-                say(f"  {'':{width}}  -> {mend}")
         say(f"{len(wrong)} of {len(findings)} to mend" if wrong else f"{len(findings)} checks, nothing to mend")
     raise typer.Exit(1 if wrong else 0)
+
+
+def _show(finding: Finding) -> None:
+    mend = finding.mend
+    say(f"{'!' if mend else ' '} {finding.check:{_WIDTH}}  {finding.found}", style="red" if mend else None)
+    if mend:
+        say(f"  {'':{_WIDTH}}  -> {mend}")
 
 
 def _made(check: Callable[[], list[Finding]]) -> list[Finding]:

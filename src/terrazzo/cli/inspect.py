@@ -121,7 +121,7 @@ def verify_checkpoint(checkpoint: CheckpointPath, json: Json = False) -> None:
     """Read every byte and compare it with its checksum: terrazzo's, the format's, or the seal's."""
     with errors(), paused_collector():
         total = _total_bytes(checkpoint)
-        with progress("verifying", total, hidden=json) as advance:
+        with progress("verifying", total) as advance:
             checked = check(checkpoint, advance)
         found = checked.damage
         if json:
@@ -150,7 +150,7 @@ def seal_checkpoint(checkpoint: CheckpointPath, json: Json = False) -> None:
         from terrazzo.checkpoint.tools.verify import seal
 
         total = listing_of(checkpoint).total_bytes()
-        with progress("sealing", total, hidden=json) as advance:
+        with progress("sealing", total) as advance:
             nbytes = seal(checkpoint, advance)
         if json:
             print_json({"checkpoint": str(checkpoint), "bytes": nbytes})
@@ -183,7 +183,7 @@ def diff(
             from terrazzo.checkpoint.tools.compare import by_module, compare  # imports PyTorch, to read values
             from terrazzo.checkpoint.tools.lazy import Checkpoint
 
-            with progress("comparing", a.total_bytes(), hidden=json) as advance:
+            with progress("comparing", a.total_bytes()) as advance:
                 pair = Checkpoint(one), Checkpoint(other)
                 found = list(compare(*pair, tolerance=tolerance, wanted=wanted, progress=advance))
             modules = by_module(found) if summary else []
@@ -222,7 +222,7 @@ def _hint(name: str, known: Collection[str]) -> str:
 
 
 def _cells(entry: Listed) -> list[str]:
-    """What the list says of a value beside its name."""
+    """The cells of a value's row beside its name."""
     shape = "" if entry.shape is None else " x ".join(map(str, entry.shape)) or "scalar"
     size = "" if entry.nbytes is None else human_size(entry.nbytes)
     return [entry.dtype or "object", shape, size, str(entry.parts or "")]

@@ -44,7 +44,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def print_json(document: Any) -> None:
     try:
         text = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
-    except UnicodeEncodeError:  # a name that is no text, in a file that somebody made
+    except UnicodeEncodeError:  # a name that is no text, in a file of another program
         text = json.dumps(msgspec.to_builtins(document), indent=2, ensure_ascii=False)
     # JSON escapes some control characters; the others are escaped here in the same way.
     typer.echo("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text))
@@ -90,9 +90,9 @@ def paused_collector() -> Iterator[None]:
 
 
 @contextmanager
-def progress(what: str, total: int, *, hidden: bool = False) -> Iterator[Callable[[int], None]]:
-    """A progress bar in bytes."""
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar in bytes, on stderr if that is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=ERR, transient=True, disable=hidden or not ERR.is_terminal) as bars:
+    with Progress(*columns, console=ERR, transient=True, disable=not ERR.is_terminal) as bars:
         task = bars.add_task(what, total=total)
         yield lambda nbytes: bars.advance(task, nbytes)
