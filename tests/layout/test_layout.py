@@ -115,7 +115,7 @@ def test_a_rank_outside_the_mesh_holds_nothing() -> None:
 @pytest.mark.parametrize(
     ("placements", "message"),
     [
-        ([Shard(0)], "1 placements .* mesh of 2 dimensions"),
+        ([Shard(0)], "1 placements .* mesh of shape"),
         ([Shard(2), Replicate()], r"Shard\(dim=2\) does not exist in a tensor of shape \(4, 4\)"),
         ([Shard(-3), Replicate()], "does not exist"),
         ([0, Replicate()], "not a placement"),

@@ -279,7 +279,8 @@ def _write(out: Tensor, value: Tensor) -> None:
     if out.numel() != value.numel():
         raise CommError(
             f"a rank expects {out.numel()} elements where another sends {value.numel()}: the tensors of the ranks do "
-            "not have the sizes that this collective needs"
+            "not have the sizes that this collective needs. Print their shapes on each rank; distribute_tensor takes "
+            "the same shape on all ranks, and from_local of uneven parts needs shape="
         )
     out.detach().copy_(value.detach().reshape(out.shape))
 

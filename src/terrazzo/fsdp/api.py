@@ -69,10 +69,15 @@ def fully_shard(
     before backward, and their gradients are reduced together after backward. So call it on the inner modules first and
     on the whole model last, then construct the optimizer: parameters are then DTensors, of which each rank has a shard.
 
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters())
+    >>> import torch
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> for block in (model[0], model[2]):
+    ...     _ = fully_shard(block)
+    >>> _ = fully_shard(model)
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> model[0].weight.placements, model[0].weight.grad.placements
+    ((Shard(dim=0),), (Shard(dim=0),))
 
     Args:
         module: A module, or a list of modules whose parameters form one group.
@@ -134,7 +139,7 @@ def _check_arguments(modules: list[nn.Module], reshard_after_forward: Any) -> No
         if isinstance(module, FSDPModule):
             raise FSDPValueError(
                 f"fully_shard was called twice on the same {type(module).__name__}. Each distinct composable "
-                "distributed API can only be applied to a module once."
+                "distributed API can only be applied to a module once: leave out one of the calls"
             )
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
             raise FSDPValueError(

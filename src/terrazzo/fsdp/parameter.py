@@ -323,7 +323,8 @@ def placed(
     if not 0 <= dim < parameter.ndim:
         raise FSDPValueError(
             f"shard_placement_fn returned {answer!r} for {name!r} of shape {tuple(parameter.shape)}: "
-            f"Shard dim {dim} is invalid for {parameter.ndim}D tensor"
+            f"Shard dim {dim} is invalid for {parameter.ndim}D tensor; "
+            + (f"dim must be from {-parameter.ndim} to {parameter.ndim - 1}" if parameter.ndim else "return None")
         )
     return dim, own
 

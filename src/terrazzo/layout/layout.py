@@ -105,11 +105,11 @@ class Layout:
         return found
 
     def with_placements(self, placements: Iterable[Placement], order: Sequence[int] | None = None) -> Layout:
-        """The same tensor placed otherwise on the same mesh."""
+        """The layout with other placements, of the same tensor on the same mesh."""
         return Layout.of(self.mesh, placements, self.shape, order)
 
     def with_shape(self, shape: Sequence[int]) -> Layout:
-        """The same placements for a tensor of another shape."""
+        """The layout with another shape, and the same placements."""
         return Layout.of(self.mesh, self.placements, shape, self.order)
 
     def shard_order(self, dim: int) -> tuple[int, ...]:
@@ -176,7 +176,7 @@ class Layout:
         return sizes
 
     def boxes(self, ranks: Sequence[int] | None = None) -> dict[int, Box]:
-        """What everyone holds: by position in the mesh, or by the numbers that `ranks` gives to the positions."""
+        """The box of each rank: by position in the mesh, or by the numbers that `ranks` gives to the positions."""
         coordinates = list(product(*(range(n) for n in self.mesh_shape)))
         numbers = range(len(coordinates)) if ranks is None else ranks
         return {number: self.box(coord) for number, coord in zip(numbers, coordinates, strict=True)}
@@ -239,8 +239,8 @@ def _canonical_order(
 def _checked(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[Placement, ...]:
     if len(placements) != len(mesh.shape):
         raise PlacementsError(
-            f"{len(placements)} placements {list(placements)} for a mesh of {len(mesh.shape)} dimensions "
-            f"{tuple(mesh.shape)}: placements must have the same length as the mesh has dimensions"
+            f"{len(placements)} placements {list(placements)} for a mesh of shape {tuple(mesh.shape)}: placements must "
+            f"have the same length as the mesh has dims, here {len(mesh.shape)}: one for each"
         )
     result: list[Placement] = []
     for p in placements:

@@ -76,7 +76,7 @@ def decode(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) 
             if not allow_pickle:
                 raise UnsupportedValueError(
                     "this value was stored as a pickle, which can run code when it is read; "
-                    "if you trust the checkpoint, load it with a planner made with allow_pickle=True"
+                    "if you trust the checkpoint, load it with planner=DefaultLoadPlanner(allow_pickle=True)"
                 )
             return pickle.loads(payload)
         unpack = (_of_torch().UNPACK if code in _OF_TORCH else _UNPACK).get(code)
@@ -188,7 +188,7 @@ def _pack(value: Any, allow_pickle: bool, path: tuple[Any, ...]) -> Any:
     where = "".join(f"[{part!r}]" for part in path)
     raise UnsupportedValueError(
         f"{where or 'the value'} is a {kind.__module__}.{kind.__qualname__}, which has no typed form; store its plain "
-        f"parts (numbers, strings, lists, dicts, tensors), or save with a planner made with allow_pickle=True"
+        "parts (numbers, strings, lists, dicts, tensors), or pass planner=DefaultSavePlanner(allow_pickle=True)"
     )
 
 

@@ -180,7 +180,8 @@ class DefaultLoadPlanner(LoadPlanner):
                     else:
                         values.append((name, source))
                 elif type(entry) is not TensorStorageMetadata and not is_tensor_entry(entry):  # PyTorch's class
-                    faults.mismatched.append(f"{name}: the checkpoint holds an object, the state dict a tensor")
+                    why = "the checkpoint holds an object, the state dict a tensor: put a plain value there"
+                    faults.mismatched.append(f"{name}: {why}")
                 else:
                     local = sharded and not hasattr(value, "device_mesh")  # its own shape may be that of its part
                     fault = self._fault(global_size(value) if local else value.size(), value.dtype, entry)
@@ -222,7 +223,10 @@ class DefaultLoadPlanner(LoadPlanner):
         if not can_convert(stored, dtype):
             return f"torch cannot convert the checkpoint's {stored} to {dtype}; load it as {stored}"
         if not self.allow_lossy_dtype and not is_lossless(stored, dtype):
-            return f"{dtype} does not hold every value of the checkpoint's {stored} (see allow_lossy_dtype)"
+            return (
+                f"{dtype} does not hold every value of the checkpoint's {stored}; to round them, pass "
+                "planner=DefaultLoadPlanner(allow_lossy_dtype=True)"
+            )
         return None
 
     def _report(self, faults: _Faults, stored: Mapping[str, Any]) -> None:
