@@ -53,6 +53,26 @@ def test_every_block_on_every_page_is_run_or_says_why_not():
     assert [complaint for page in PAGES for complaint in complaints_about(blocks_of(page))] == []
 
 
+WITHOUT_EXAMPLE = {
+    *("asked_for", "check_size", "emit", "gather_into", "scatter_cut"),  # for other modules of the package
+    *("load_state_dict", "save_state_dict"),  # deprecated
+    "fsdp_on_cpu",  # for tests of Accelerate; docs/install.md shows it
+    "resume",  # with Ray; docs/clusters.md shows it
+    "init",  # of the device `late`: other functions call it
+}
+
+
+def test_every_public_function_has_an_example_that_runs():
+    """A call in its docstring, or on a page."""
+    surface = (Path(__file__).parent / "public_surface.txt").read_text()
+    functions = set(re.findall(r"^terrazzo(?:\.[a-z0-9_]+)*\.([a-z]\w*)\(", surface, re.MULTILINE))
+    run = [block.text for page in PAGES for block in blocks_of(page) if block.note != "not run"]
+    for file in modules_with_examples():
+        run += re.findall(r"^ *(?:>>>|\.\.\.) (.*)", (ROOT / file).read_text(), re.MULTILINE)
+    called = set(re.findall(r"\b(\w+)\(", "\n".join(run)))
+    assert sorted(functions - called - WITHOUT_EXAMPLE) == []
+
+
 def test_names_on_pages_exist():
     """`terrazzo.tensor.DTensor` in the text is public, or something that can be imported: that takes longer."""
     surface = (Path(__file__).parent / "public_surface.txt").read_text()

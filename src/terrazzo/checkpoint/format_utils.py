@@ -196,6 +196,13 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     """Convert a checkpoint, in torch DCP's or terrazzo's format, into one file of `torch.save`.
 
     Tensors are copied in small pieces, so the checkpoint may be larger than memory. No code in it is run.
+
+    >>> import torch
+    >>> from terrazzo.checkpoint import save
+    >>> _ = save({"w": torch.ones(2)}, checkpoint_id="run/step-1")
+    >>> dcp_to_torch_save("run/step-1", "step-1.pt")
+    >>> torch.load("step-1.pt")
+    {'w': tensor([1., 1.])}
     """
     convert(dcp_checkpoint_dir, torch_save_path, "torch_save", overwrite=True)
 
@@ -204,6 +211,10 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
     """Convert a state dict in a file of `torch.save` into a torch DCP checkpoint, which PyTorch and terrazzo load.
 
     Tensors are copied one part at a time. No code in the file is run.
+
+    >>> import torch
+    >>> torch.save({"w": torch.ones(2)}, "one.pt")
+    >>> torch_save_to_dcp("one.pt", "for-pytorch")
     """
     convert(TorchSaveReader(torch_save_path), dcp_checkpoint_dir, "dcp", overwrite=True)
 

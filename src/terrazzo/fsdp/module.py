@@ -407,6 +407,16 @@ def keep_state_dicts_sharded(group: Group) -> None:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make a method gather and reshard parameters as forward does. No effect on a module that is not sharded.
 
+    >>> import torch
+    >>> from terrazzo.fsdp import fully_shard
+    >>> class Model(nn.Linear):
+    ...     def generate(self, x):
+    ...         return self.weight @ x
+    >>> model = fully_shard(Model(2, 3))
+    >>> register_fsdp_forward_method(model, "generate")
+    >>> model.generate(torch.ones(2)).shape
+    torch.Size([3])
+
     Args:
         module: The module.
         method_name: The name of a method that computes with the module's parameters, such as `generate`.
@@ -481,6 +491,9 @@ def _pad(group: Group) -> None:
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     """Make several models, such as the chunks of a pipeline stage, communicate on the same streams of an accelerator.
+
+    >>> from terrazzo.fsdp import fully_shard
+    >>> share_comm_ctx([fully_shard(nn.Linear(2, 2)), fully_shard(nn.Linear(2, 2))])
 
     Args:
         modules: The root module of each.

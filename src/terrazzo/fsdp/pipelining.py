@@ -19,9 +19,15 @@ def register_fsdp_pipeline_stage(stage: Any) -> None:
     PyTorch's stages do this only for PyTorch's own sharded modules. It works with all schedules: GPipe, 1F1B,
     interleaved, and those that compute gradients of inputs and of parameters separately (zero bubble, DualPipeV).
 
-        stage = PipelineStage(fully_shard(part, mesh=mesh["dp"]), index, stages, device, group=mesh.get_group("pp"))
-        register_fsdp_pipeline_stage(stage)
-        schedule = ScheduleZBVZeroBubble([stage, ...], n_microbatches, loss_fn=loss_fn)
+    >>> import torch
+    >>> from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    >>> from terrazzo.fsdp import fully_shard
+    >>> stage = PipelineStage(fully_shard(torch.nn.Linear(2, 2)), 0, 1, torch.device("cpu"))
+    >>> register_fsdp_pipeline_stage(stage)
+    >>> schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=torch.nn.functional.mse_loss)
+    >>> _ = schedule.step(torch.ones(4, 2), target=torch.ones(4, 2))
+    >>> stage.submod.weight.grad.placements
+    (Shard(dim=0),)
 
     Args:
         stage: From `PipelineStage` or `build_stage`, with a module that `fully_shard` was called on.

@@ -45,6 +45,12 @@ def distribute_tensor(
     its own values and nothing is sent. The result is a leaf: use `DTensor.from_local` inside a differentiated
     computation.
 
+    >>> from terrazzo.tensor import Shard, init_device_mesh
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    >>> x.shape, x.placements, x.to_local().shape
+    (torch.Size([4, 2]), (Shard(dim=0),), torch.Size([4, 2]))
+
     Args:
         tensor: The global tensor. Its values matter on the source rank only, its shape and dtype on every rank.
         device_mesh: The mesh, or None for that of the enclosing `with mesh:`.
@@ -140,6 +146,14 @@ def distribute_module(
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
     """Make every parameter and buffer of `module` a DTensor, in place, and convert its inputs and outputs.
+
+    >>> from terrazzo.tensor import Shard, init_device_mesh
+    >>> def shard_rows(name, module, mesh):
+    ...     if isinstance(module, nn.Linear):
+    ...         module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
+    >>> model = distribute_module(nn.Linear(4, 2), init_device_mesh("cpu", (1,)), shard_rows)
+    >>> model.weight.placements, model.bias.placements
+    ((Shard(dim=0),), (Replicate(),))
 
     Args:
         module: The module; it is changed and returned.

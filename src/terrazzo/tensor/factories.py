@@ -66,7 +66,12 @@ def zeros(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor of zeros: `zeros(2, 3, ...)` or `zeros((2, 3), ...)`."""
+    """A DTensor of zeros: `zeros(2, 3, ...)` or `zeros((2, 3), ...)`.
+
+    >>> from terrazzo.tensor import Shard, init_device_mesh
+    >>> zeros(2, 3, device_mesh=init_device_mesh("cpu", (1,)), placements=[Shard(0)]).shape
+    torch.Size([2, 3])
+    """
     return _make(_shape(size), _filled(0), requires_grad, dtype, layout, device_mesh, placements)
 
 
@@ -78,7 +83,12 @@ def ones(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor of ones."""
+    """A DTensor of ones.
+
+    >>> from terrazzo.tensor import Partial, init_device_mesh
+    >>> ones(2, device_mesh=init_device_mesh("cpu", (1,)), placements=[Partial()]).full_tensor()
+    tensor([1., 1.])
+    """
     return _make(_shape(size), _filled(1), requires_grad, dtype, layout, device_mesh, placements)
 
 
@@ -108,7 +118,12 @@ def full(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor filled with one value; its dtype is the value's unless given."""
+    """A DTensor filled with one value; its dtype is the value's unless given.
+
+    >>> from terrazzo.tensor import init_device_mesh
+    >>> full((2,), 7, device_mesh=init_device_mesh("cpu", (1,))).full_tensor()
+    tensor([7, 7])
+    """
     kind = torch.full((), fill_value, device="cpu").dtype if dtype is None else dtype
     return _make(_shape((size,)), _filled(fill_value), requires_grad, kind, layout, device_mesh, placements)
 
@@ -121,7 +136,16 @@ def rand(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Uniform values in [0, 1) that depend on `torch.manual_seed` and the global index only, not on the placements."""
+    """Uniform values in [0, 1) that depend on `torch.manual_seed` and the global index only, not on the placements.
+
+    >>> from terrazzo.tensor import Shard, init_device_mesh
+    >>> mesh, found = init_device_mesh("cpu", (1,)), []
+    >>> for placements in ([Shard(0)], [Shard(1)]):
+    ...     _ = torch.manual_seed(0)
+    ...     found.append(rand(4, 4, device_mesh=mesh, placements=placements).full_tensor())
+    >>> torch.equal(*found)
+    True
+    """
     return _make(_shape(size), random.uniform, requires_grad, dtype, layout, device_mesh, placements)
 
 
@@ -133,7 +157,12 @@ def randn(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Standard normal values that depend on `torch.manual_seed` and the global index only, not on the placements."""
+    """Standard normal values that depend on `torch.manual_seed` and the global index only, not on the placements.
+
+    >>> from terrazzo.tensor import Shard, init_device_mesh
+    >>> randn(4, 2, device_mesh=init_device_mesh("cpu", (1,)), placements=[Shard(1)], requires_grad=True).is_leaf
+    True
+    """
     return _make(_shape(size), random.normal, requires_grad, dtype, layout, device_mesh, placements)
 
 
@@ -151,6 +180,10 @@ def linspace(
     """`steps` values evenly spaced from `start` to `end`: numbers, or tensors of one element.
 
     Each rank computes all of them and keeps its own, so that they are exactly those of `torch.linspace`.
+
+    >>> from terrazzo.tensor import Shard, init_device_mesh
+    >>> linspace(0, 1, 5, device_mesh=init_device_mesh("cpu", (1,)), placements=[Shard(0)]).full_tensor()
+    tensor([0.0000, 0.2500, 0.5000, 0.7500, 1.0000])
     """
     make = partial(torch.linspace, _number(start), _number(end), steps)
     return _spaced(make, dtype, layout, requires_grad, device_mesh, placements)
@@ -168,7 +201,12 @@ def logspace(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """`base` to the power of each of `linspace(start, end, steps)`."""
+    """`base` to the power of each of `linspace(start, end, steps)`.
+
+    >>> from terrazzo.tensor import Shard, init_device_mesh
+    >>> logspace(0, 2, 3, device_mesh=init_device_mesh("cpu", (1,)), placements=[Shard(0)]).full_tensor()
+    tensor([  1.,  10., 100.])
+    """
     make = partial(torch.logspace, _number(start), _number(end), steps, base)
     return _spaced(make, dtype, layout, requires_grad, device_mesh, placements)
 

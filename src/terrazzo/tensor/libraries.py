@@ -203,7 +203,12 @@ def compute_local_shape_and_global_offset(
 def compute_global_tensor_info(
     tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[list[int], list[int]]:
-    """The global shape and strides of the DTensor of which each rank has a part like `tensor`."""
+    """The global shape and strides of the DTensor of which each rank has a part like `tensor`.
+
+    >>> from terrazzo.tensor import Shard, init_device_mesh
+    >>> compute_global_tensor_info(torch.ones(2, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
+    ([2, 3], [3, 1])
+    """
     whole = DTensor.from_local(tensor.detach(), mesh, placements)
     return list(whole.shape), list(whole.stride())
 
@@ -211,7 +216,14 @@ def compute_global_tensor_info(
 def redistribute_local_tensor(
     local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, *, async_op: bool = False
 ) -> torch.Tensor:
-    """This rank's part under `target_spec`, from that under `current_spec`; differentiable. `async_op` is ignored."""
+    """This rank's part under `target_spec`, from that under `current_spec`; differentiable. `async_op` is ignored.
+
+    >>> from terrazzo.tensor import Replicate, Shard, init_device_mesh
+    >>> mesh, meta = init_device_mesh("cpu", (1,)), TensorMeta(torch.Size([2, 3]), (3, 1), torch.float32)
+    >>> rows, whole = DTensorSpec(mesh, (Shard(0),), meta), DTensorSpec(mesh, (Replicate(),), meta)
+    >>> redistribute_local_tensor(torch.ones(2, 3), rows, whole).shape
+    torch.Size([2, 3])
+    """
     src, dst = current_spec._layout(), target_spec._layout()
     if src.mesh is not dst.mesh:
         raise DTensorError("redistribute_local_tensor stays on one mesh: use DTensor.redistribute for another")

@@ -51,7 +51,13 @@ def llama(
 def qwen3(
     config: Any, *, qkv: str | None = "qkv_proj", gate_up: str | None = "gate_up_proj", grouped: bool = False
 ) -> Rename:
-    """Qwen3, for a model with fused projections: see `llama`. The norms of queries and keys keep their names."""
+    """Qwen3, for a model with fused projections: see `llama`. The norms of queries and keys keep their names.
+
+    >>> from types import SimpleNamespace
+    >>> config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, hidden_size=32, head_dim=8)
+    >>> [link.file for link in qwen3(config).links({"model.layers.0.mlp.gate_up_proj.weight": (64, 32)})]
+    ['model.layers.0.mlp.gate_proj.weight', 'model.layers.0.mlp.up_proj.weight']
+    """
     return llama(config, qkv=qkv, gate_up=gate_up, grouped=grouped)
 
 
@@ -78,7 +84,11 @@ def mixtral(config: Any = None, *, qkv: str | None = None) -> Rename:
 
 
 def qwen3_moe(config: Any = None, *, qkv: str | None = None) -> Rename:
-    """Qwen3 with experts, for a model with stacked experts, as in transformers 5."""
+    """Qwen3 with experts, for a model with stacked experts, as in transformers 5.
+
+    >>> [link.file for link in qwen3_moe().links({"model.layers.0.mlp.experts.down_proj": (2, 8, 4)})]
+    ['model.layers.0.mlp.experts.0.down_proj.weight', 'model.layers.0.mlp.experts.1.down_proj.weight']
+    """
     experts = f"{_LAYER}mlp.experts."
     rules = [
         Rule(

@@ -90,7 +90,14 @@ class ShardingPicture:
 
 
 def sharding_picture(dtensor: DTensor, header: str = "") -> ShardingPicture:
-    """The picture that `visualize_sharding` shows, without communication and on any rank."""
+    """The picture that `visualize_sharding` shows, without communication and on any rank.
+
+    >>> import torch
+    >>> from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
+    >>> x = distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    >>> sharding_picture(x).cells
+    {(0, 0): (0,)}
+    """
     layout = dtensor._layout
     if layout.ndim > 2:
         raise DTensorError(
@@ -115,6 +122,13 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
 
     The mesh's first rank shows it: as text, or in a notebook as a coloured table. Nothing is shown for a tensor without
     elements. Replicas share a cell; a caption names partial placements and the ranks whose shard is empty.
+
+    >>> import torch
+    >>> from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
+    >>> visualize_sharding(distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)]))
+    ┏━━━━━┳━━━━━━━┓
+    ...
+    shape [4, 2], mesh [1], 0: S(0)
 
     Args:
         dtensor: What to show.

@@ -124,6 +124,9 @@ def set_rotate_method(rotate_method: str) -> None:
 
     "alltoall", the default here, passes one rank's part to the next while it is used; "allgather" gathers all at once,
     which is fewer messages and more memory (PyTorch's default).
+
+    >>> set_rotate_method("allgather")
+    >>> set_rotate_method("alltoall")
     """
     global _rotate
     if rotate_method not in ("alltoall", "allgather"):
@@ -132,7 +135,15 @@ def set_rotate_method(rotate_method: str) -> None:
 
 
 def context_parallel_unshard(mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[Tensor]:
-    """The whole sequences, from tensors that hold this rank's part under `context_parallel`; without gradients."""
+    """The whole sequences, from tensors that hold this rank's part under `context_parallel`; without gradients.
+
+    >>> from terrazzo.tensor import init_device_mesh
+    >>> mesh, x = init_device_mesh("cpu", (1,)), torch.arange(4.0)
+    >>> with context_parallel(mesh, buffers=[x], buffer_seq_dims=[0]):
+    ...     whole = context_parallel_unshard(mesh, [x * 2], [0])
+    >>> whole
+    [tensor([0., 2., 4., 6.])]
+    """
     axis = axis_of(current_mesh(mesh), 0)
     result = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):

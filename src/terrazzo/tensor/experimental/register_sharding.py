@@ -72,7 +72,8 @@ def register_loops(
     The operation must be able to compute the shape of its results without data: custom operators need
     `torch.library.register_fake`. `terrazzo.testing.check_rule` finds wrong and missing loops.
 
-        register_loops(torch.ops.mine.gated.default, "...f, ...f -> ...f")
+    >>> register_loops(torch.ops.aten.dist.default, "...f, ...f -> ", whole="f")
+    >>> unregister_sharding(torch.ops.aten.dist.default)
 
     Args:
         op: An operator (`torch.ops.mine.gated.default`) or a function of PyTorch's (`torch.softmax`), or several.
@@ -127,6 +128,12 @@ def register_single_dim_strategy(
     tensor; what it returns may depend on the dtype of the first call only. It returns lists of placements: those of the
     results, then those of the tensors among the arguments. A `_ShardingPlaceholder(dim)`, or any object with a `dim`
     that is no placement, is every kind of sharding that the operands have. Replicating all is always allowed.
+
+    >>> from terrazzo.tensor import Shard
+    >>> @register_single_dim_strategy(torch.ops.aten.addcmul.default)
+    ... def addcmul(op, args, kwargs):
+    ...     return [[Shard(0)] * 4]  # of the result, and of three operands
+    >>> unregister_sharding(torch.ops.aten.addcmul.default)
 
     Args:
         op: An operator, or several with the same arguments.

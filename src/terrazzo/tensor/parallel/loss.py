@@ -31,9 +31,14 @@ from terrazzo.tensor.ops.questions import check_bounds
 def loss_parallel() -> Iterator[None]:
     """Inside this block, `cross_entropy` of logits sharded over the classes runs without gathering them.
 
-        with loss_parallel():
-            loss = F.cross_entropy(logits, target)
-        loss.backward()
+    >>> from terrazzo.tensor import init_device_mesh, randn
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> logits = randn(2, 8, device_mesh=mesh, placements=[Shard(1)], requires_grad=True)  # a rank has some classes
+    >>> with loss_parallel():
+    ...     loss = torch.nn.functional.cross_entropy(logits, torch.tensor([3, 5]))
+    >>> loss.backward()
+    >>> logits.grad.placements
+    (Shard(dim=1),)
 
     All of `cross_entropy` works: class indices or probabilities, weights, `ignore_index`, label smoothing, every
     reduction, further dims, logits that other mesh dimensions shard over the batch. `target` and `weight` may be plain

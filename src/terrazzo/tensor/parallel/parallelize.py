@@ -27,10 +27,15 @@ def parallelize_module(
 ) -> nn.Module:
     """Parallelize `module`, or the submodules that a plan names, in place; returns the module.
 
-        parallelize_module(model, mesh["tp"], {
-            "blocks.*.attention.[qkv]": ColwiseParallel(),
-            "blocks.*.attention.out": RowwiseParallel(),
-        })
+    >>> from terrazzo.tensor import init_device_mesh
+    >>> from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel
+    >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> model = parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    >>> model[0].weight.placements, model[2].weight.placements
+    ((Shard(dim=0),), (Shard(dim=1),))
+
+    Names may be patterns, as in `{"blocks.*.attention.[qkv]": ColwiseParallel()}`.
 
     Parameters that modules share stay shared, also with modules that the plan does not name, and with modules that
     another call parallelizes. A key that matches no module gives a warning.
