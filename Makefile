@@ -6,7 +6,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?=
 VENV := .venv$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# In a terminal pip shows what it downloads and installs; in a log it is quiet.
+PIP := $(BIN)/python -m pip $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # Done once, and again when what has to be installed changes.
 READY := $(VENV)/.ready
@@ -26,6 +27,7 @@ environment: $(READY)
 setup: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
 
 $(READY): pyproject.toml constraints.txt
+	@echo "Installing terrazzo with PyTorch and the tools of its tests into $(VENV): some minutes, the first time" >&2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),sed 's/^torch==.*/$(if $(filter newest,$(TORCH)),,torch==$(TORCH))/' constraints.txt >$(CONSTRAINTS))
 	$(PIP) install -c $(CONSTRAINTS) -e '.[dev]'
