@@ -83,7 +83,7 @@ def set_uncounted(parameter: Tensor, value: Tensor) -> None:
 
 
 def was_asked(parameters: Iterable[Tensor]) -> bool:
-    """Whether somebody has `.data` of one of these parameters, and may write to it without a further use."""
+    """Whether `.data` of one of these parameters was read, through which a program may write without being counted."""
     return any(_ALIAS in parameter.__dict__ for parameter in parameters)
 
 

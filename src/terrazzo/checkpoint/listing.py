@@ -14,9 +14,9 @@ _LONGEST_NUMBER: Final = 20  # digits
 
 
 class Listed(msgspec.Struct, frozen=True, gc=False):
-    """A tensor of a checkpoint; of a value that is none, nothing is known.
+    """What a listing knows of a value: of a tensor all fields, of any other value none.
 
-    `parts` is in how many boxes the tensor is stored.
+    `parts` is the number of boxes in which the tensor is stored.
     """
 
     dtype: str | None = None
@@ -25,7 +25,7 @@ class Listed(msgspec.Struct, frozen=True, gc=False):
     parts: int | None = None
 
     def row(self, name: str) -> dict[str, Any]:
-        """The same as commands and pages print it.
+        """The row that commands and pages print for it.
 
         >>> Listed("float32", (3, 4), 48, 1).row("w")
         {'name': 'w', 'dtype': 'float32', 'shape': [3, 4], 'bytes': 48, 'parts': 1}
@@ -40,10 +40,10 @@ class Listing(abc.ABC):
     @property
     @abc.abstractmethod
     def entries(self) -> Mapping[str, Listed]:
-        """What there is under each name; names of tensors that are alike share one entry."""
+        """The entry of each name; tensors with equal entries share one object."""
 
     def entry(self, name: str) -> Listed | None:
-        """What there is under a name; None if there is nothing."""
+        """The entry of a name; None if the checkpoint has no such value."""
         return self.entries.get(name)
 
     @abc.abstractmethod
@@ -60,7 +60,7 @@ class Listing(abc.ABC):
 
     @abc.abstractmethod
     def first(self, name: str, count: int) -> list[Any]:
-        """The first numbers of a tensor's first row, or less if it is shorter; as text what is no real number."""
+        """The first numbers of a tensor's first row, or fewer if it is shorter; complex numbers are text."""
 
     @abc.abstractmethod
     def value(self, name: str) -> Any:
@@ -68,7 +68,7 @@ class Listing(abc.ABC):
 
     @abc.abstractmethod
     def digests(self) -> dict[str, bytes]:
-        """What stands for each value, where that is known without reading it: see `Checkpoint.digests`."""
+        """The digest of each value for which the checkpoint has one: see `Checkpoint.digests`."""
 
     def total_bytes(self, names: Container[str] | None = None) -> int:
         """The bytes of all tensors together, or of those with these names."""

@@ -103,19 +103,19 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
 
 
 class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
-    """That of ZeRO stages 1 and 2."""
+    """The optimizer's class in ZeRO stages 1 and 2."""
 
 
 class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
-    """That of ZeRO stage 3."""
+    """The optimizer's class in ZeRO stage 3."""
 
 
 class FP16_Optimizer(DeepSpeedOptimizer):
-    """That of float16 in stage 0."""
+    """The optimizer's class for float16 in stage 0."""
 
 
 class BF16_Optimizer(DeepSpeedOptimizer):
-    """That of bfloat16 in stage 0."""
+    """The optimizer's class for bfloat16 in stage 0."""
 
 
 FP16_UnfusedOptimizer = FP16_Optimizer

@@ -10,14 +10,14 @@ from terrazzo.checkpoint.native.format import MANIFEST
 
 @dataclass(frozen=True)
 class HalfSaved:
-    """What a save that has not come to its end has left so far."""
+    """The files that an unfinished save has written so far."""
 
     files: int
     nbytes: int
 
 
 def half_saved(folder: Path) -> HalfSaved | None:
-    """What there is of a save under way into a new folder; None if none has begun to write, or it is committed.
+    """The unfinished save in a new folder; None if none has begun to write, or it is committed.
 
     A save is committed by its manifest, which comes last.
     """

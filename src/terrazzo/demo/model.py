@@ -14,7 +14,7 @@ from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, paralleli
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model."""
+    """The sizes of a model."""
 
     vocabulary: int = 128
     width: int = 128

@@ -101,7 +101,7 @@ def _shown(names: list[str]) -> str:
 
 
 def _refuse_unsharded(optimizer: Optimizer) -> None:
-    """What `model.parameters()` gives while a module is unsharded has no gradients."""
+    """Raise for an optimizer that was given a module's parameters while it was unsharded: these get no gradients."""
     params = [param for root in list(_models) for group in root.groups for param in group.params]
     found = _names_in(optimizer, {id(p.unsharded): p.name for p in params if p.unsharded is not None})
     kept = [marked(param, KEPT) for group in optimizer.param_groups for param in group["params"]]
@@ -127,7 +127,7 @@ def _remark_on_added(optimizer: Optimizer) -> None:
     names = _names_in(optimizer, plain)
     if names:
         warnings.warn(
-            f"parameters that came into the model after fully_shard ({_shown(names)}) are not sharded, and nobody "
+            f"parameters that came into the model after fully_shard ({_shown(names)}) are not sharded, and no rank "
             "averages their gradients: each rank trains its own. Add modules before fully_shard; if you average the "
             "gradients yourself, name the parameters in ignored_params",
             stacklevel=3,
@@ -170,7 +170,7 @@ def remark_on_unsharded_gradients(names: list[str]) -> None:
 
 
 def remark_on_hooks(names: list[str]) -> None:
-    """Warn about hooks that nobody will call, because the sharded parameter is another tensor."""
+    """Warn about hooks that are never called, because the sharded parameter is another tensor."""
     if names:
         warnings.warn(
             f"hooks were registered on parameters ({_shown(names)}) before fully_shard, which replaces the parameters: "

@@ -91,7 +91,7 @@ class Family:
         self.number = number
         self.known: dict[Any, Record] = {}
         self.of_sizes: dict[Any, list[Record]] = {}
-        """Those whose graphs serve several sizes, by the key of a call without its sizes."""
+        """The records whose graphs serve several sizes, by the key of a call without its sizes."""
 
     def key(self, given: Sequence[Any], key: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
         """The key of a call and its tensors, those in the arguments first; raises Stale, Unkeyable."""
@@ -400,7 +400,7 @@ def _changing(sizes: Sizes, before: Sequence[Sizes]) -> dict[int, list[int]]:
 
 
 def _difference(what: dict[str, str], others: Sequence[dict[str, str]]) -> dict[str, tuple[str, str]]:
-    """What differs from the most similar of the others: the value there, and the value here."""
+    """The conditions that differ from those of the most similar other record: the value there, and the value here."""
     differences = [
         {
             name: (other.get(name, "absent"), what.get(name, "absent"))

@@ -443,7 +443,7 @@ class Surroundings:
         self._named("", variables, set(_globals_in(code)))
 
     def _named(self, label: str, holder: Any, names: set[str]) -> None:
-        """Those of the variables or attributes in `holder` that have these names."""
+        """Note the variables or attributes of `holder` that have these names."""
         for name in sorted(names if isinstance(holder, _Attributes) else names & holder.keys()):
             self._value(f"{label}.{name}".lstrip("."), holder, name, holder[name])
 
@@ -489,7 +489,7 @@ class Surroundings:
 
 
 class Frozen:
-    """What the containers held, to find out what a program changes there, and to undo it.
+    """The contents of containers before a program runs, to find out what it changes there, and to undo it.
 
     A tensor with data that has come there is another thread's: what a captured program makes has none.
     """

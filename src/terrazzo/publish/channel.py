@@ -81,7 +81,7 @@ class Channel:
             server = self._server(self._listen(), lambda: _Values(values), timeout)
         except OSError as error:
             raise CommError(
-                f"nobody listens at {self.address}, and this process cannot: {error}. The publisher's first rank must "
+                f"no process listens at {self.address}, and this one cannot: {error}. The publisher's first rank must "
                 "run on that host, and the port must be free"
             ) from error
         return Board(self, timeout, server)

@@ -112,7 +112,7 @@ class FilesRead(msgspec.Struct, eq=False):
 
 
 class _Piece(msgspec.Struct, eq=False):
-    """What one row has of what is asked for under a number."""
+    """The part of a requested box, known by its number, that one row has."""
 
     number: int
     row: StoredBox
@@ -309,7 +309,7 @@ class _Rows:
         self._by_offsets: dict[tuple[str, tuple[int, ...]], StoredBox] = {}
 
     def asked(self, name: str, part: Overlap) -> Asked:
-        """What a part of a chunk asks for: of the row that has the chunk, if there is one."""
+        """The request for a part of a chunk, to the row that has the chunk, if there is one."""
         rows = self._known.get(name)
         if rows is None:
             rows = self._known[name] = self._rows_of(name)

@@ -28,7 +28,7 @@ from terrazzo.layout.box import Box
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
 _PROTOCOLS: Final = (b"\x02", b"\x03", b"\x04", b"\x05")
-_MAGIC_NUMBER: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of the next, but for what tells its protocol
+_MAGIC_NUMBER: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of _LEGACY_MAGIC, after its protocol
 START: Final = 32
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL: Final = 1001

@@ -245,7 +245,7 @@ def temporary_of(entries: Iterable[Entry], names: Iterable[str]) -> list[Entry]:
 
 
 def ended(store: Store, entries: Iterable[Entry]) -> list[str]:
-    """Those files that no process holds any more: leases, and files under temporary names."""
+    """The names of leases and temporary files that no process holds any more."""
     return [entry.key for entry in entries if store.lease_ended(entry.key, entry.modified)]
 
 

@@ -25,7 +25,7 @@ _told = False  # in a process that saves for another process: what `for_torch` i
 
 def for_torch() -> bool:
     """Whether this process runs, or saves for, a program for PyTorch's checkpoints, under `terrazzo.install()`."""
-    from terrazzo._torch import replaced  # imports PyTorch, for which who only looks at a checkpoint does not wait
+    from terrazzo._torch import replaced  # late: commands that only look at a checkpoint do not import PyTorch
 
     return _told or replaced.any_replaced()
 

@@ -65,7 +65,7 @@ class WantedBox(msgspec.Struct, eq=False, gc=False):
     memory: Any = None  # a tensor of these lengths, set before it is read
 
     def of(self, tensor: Any) -> WantedBox:
-        """The same, that fills its part of a tensor."""
+        """This box with memory: its part of a tensor, which reading fills."""
         self.memory = tensor if self.part is None else tensor[self.part.slices()]
         return self
 

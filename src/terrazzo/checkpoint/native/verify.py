@@ -194,7 +194,7 @@ class _File:
         return "the header is not what was saved; the file is damaged" if damaged else None
 
     def _wrong(self, blocks: _Blocks, first: int, last: int, memory: memoryview) -> Iterator[Damage]:
-        """Of these blocks, which are in memory, those whose checksums differ from the saved ones."""
+        """The damage in blocks that are in memory: those whose checksums differ from the saved ones."""
         starts, ends = blocks.starts[first:last], blocks.ends[first:last]
         places = zip((starts - starts[0]).tolist(), (ends - starts[0]).tolist(), strict=True)
         found = np.array([checksum(memory[start:end]) for start, end in places], dtype=np.uint64)

@@ -30,7 +30,7 @@ from terrazzo.comm.control import ControlPlane, time_limit_of
 from terrazzo.errors import CheckpointError, PublishError
 
 # What saves import when they come to it. It is imported before their thread starts: a process that is forked while a
-# thread imports a module can never import that module, because the lock of the import is held by nobody.
+# thread imports a module can never import that module, because no thread holds the lock of the import.
 _NEEDED: Final = (
     "numpy.ma",
     "terrazzo.checkpoint.formats.torch_storage",

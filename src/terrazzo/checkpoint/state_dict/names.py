@@ -144,7 +144,7 @@ def state_of(model: nn.Module) -> ModelState:
 
 
 def _tied(model: nn.Module) -> Iterator[str]:
-    """Of models of transformers: patterns of names that are tied to others, and not in files."""
+    """The patterns by which models of transformers declare tied names, which are not in files."""
     for module in model.modules():
         declared: Any = getattr(module, "_tied_weights_keys", None)
         if isinstance(declared, (dict, list, tuple, set)):

@@ -87,5 +87,5 @@ class State:
         return State((Where.SHARDED,) * units, (Phase.IDLE,) * units, (0,) * units)
 
     def anew(self) -> State:
-        """The same after a failure: what is between steps stays."""
+        """The state after a failure: all is sharded again; what is set between steps stays as it is."""
         return replace(State.first(len(self.where)), is_last=self.is_last, awaits_step=self.awaits_step)

@@ -56,7 +56,7 @@ class _Whole(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """The unsharded parameters' counters when nobody but us had written there."""
+    """The unsharded parameters' counters when only this module had written there."""
 
     counted: list[int]
     versions: list[int]
@@ -267,8 +267,8 @@ class Bucket:
         return whole is not None and whole.memory is not None and whole.memory.owns(tensor)
 
     def is_touched(self) -> bool:
-        """Whether users may have written to the unsharded parameters since the last `save_writes`, or exchanged them;
-        a quick answer, which knows less than `save_writes` finds."""
+        """Whether users may have written to the unsharded parameters since the last `save_writes`, or exchanged them.
+        This is quick, and may say no to a write that `save_writes` would find."""
         if uses.count != self._seen.uses:
             return True
         locals_ = [p.unsharded_local for p in self.params]

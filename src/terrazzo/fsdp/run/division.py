@@ -34,7 +34,7 @@ class Division:
     after: float | None = None  # divisor after the reduction
 
     def divisor_so_far(self, shards: int) -> float:
-        """By what gradients are divided once they are reduced over `shards` ranks.
+        """The number by which gradients have been divided once they are reduced over `shards` ranks.
 
         >>> Division(before=4.0, after=2.0).divisor_so_far(4), Division(shards="avg").divisor_so_far(4)
         (4.0, 4.0)

@@ -306,7 +306,7 @@ class ExtendedBucket(EncodedBucket):
         return bool(self._touched())
 
     def _touched(self) -> list[ShardedParameter]:
-        """Those to whose unsharded parameters users have written."""
+        """The parameters whose unsharded tensors users have written to."""
         seen = self._seen.counted  # empty before the first gather
         return [p for p, count in zip(self.params, seen, strict=False) if writes_to(p.unsharded_local) != count]
 

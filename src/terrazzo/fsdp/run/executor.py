@@ -24,7 +24,7 @@ from terrazzo.fsdp.plan.units import Spec
 from terrazzo.fsdp.run.streams import Streams
 from terrazzo.fsdp.run.unit import Unit
 
-Call = Callable[[], bool | None]  # False: it has written nothing, so nobody need wait for its mark
+Call = Callable[[], bool | None]  # False: it has written nothing, so no operation has to wait for its mark
 
 # Called after an operation, or after its start if it does not run on the host, with the time when it began.
 Observer = Callable[[Operation, float], None]

@@ -17,7 +17,7 @@ def join(top: Group) -> None:
     """Form units of the groups in the modules of `top`, which is outermost so far."""
     inside = [group_of(inner) for module in top.modules for inner in module.modules()]
     groups = list(dict.fromkeys(group for group in inside if group is not None))
-    if any(group.root is not None for group in groups):  # they have run, and somebody may refer to their shards
+    if any(group.root is not None for group in groups):  # they have run, and programs may refer to their shards
         return
     known = set(groups)
     if top.options.auto_reshard:  # unless it comes into another module, it is not freed after forward

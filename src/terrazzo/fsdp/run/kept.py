@@ -26,7 +26,7 @@ class _Part(NamedTuple):
     buffer: Tensor
     views: list[Tensor]  # the parameters' parts of the buffer
     faces: list[Any]
-    versions: list[int]  # of the faces, when nobody but us had written there
+    versions: list[int]  # of the faces, when only this module had written there
 
 
 class Kept:

@@ -31,7 +31,7 @@ _MOST_ASIDE = 2
 
 
 def free_memory_aside() -> None:
-    """Free memory that was given back, and that nobody is about to take over."""
+    """Free memory that was given back and that no gather is about to take over."""
     global _aside
     _aside = ()
 

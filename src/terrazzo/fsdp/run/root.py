@@ -156,7 +156,7 @@ class Root:
         """Raise if groups of a unit must be reduced in different ways."""
         for unit in self.units:
             if differ(unit.groups):
-                self._courses_made.clear()  # nobody runs backward through these again
+                self._courses_made.clear()  # no backward runs through these again
                 names = ", ".join(repr(group.name) for group in unit.groups[:3])
                 raise FSDPError(
                     f"rank {dist.get_rank()}: settings of one of the modules {names}{', ...' * (len(unit.groups) > 3)} "

@@ -76,7 +76,7 @@ class Unit:
         self._pending: list[tuple[Bucket | Kept, Pending[Any]]] = []
         self._epochs = _Epochs()
         self._remarked: set[str] = set()  # parameters that were written to in a step, of which users know
-        self._flags_changed = False  # of requires_grad, since somebody asked
+        self._flags_changed = False  # of requires_grad, since the last look
         self.registration = Registration(self.params)
         self.replaced = self.registration.replaced
         for group in groups:

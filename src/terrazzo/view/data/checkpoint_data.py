@@ -21,7 +21,7 @@ _LISTED: Final = 4096  # parts of a tensor that are listed one by one
 
 
 def checkpoint_data(checkpoint: Checkpoint, title: str) -> dict[str, Any]:
-    """What the page shows of a checkpoint.
+    """The data of a checkpoint's page.
 
     >>> import tempfile, torch
     >>> from terrazzo.checkpoint import save

@@ -19,7 +19,7 @@ def diff_data(
     tolerance: float = 0.0,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> dict[str, Any]:
-    """What the page shows of two checkpoints; reads what is not known to be equal by checksums.
+    """The data of a page about two checkpoints; reads what is not known to be equal by checksums.
 
     >>> import tempfile, torch
     >>> from terrazzo.checkpoint import save
