@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import terrazzo
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointManager, save
+from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.engine import initialize
 from terrazzo.errors import ViewError
 from terrazzo.fsdp import explain, fully_shard, report, trace
@@ -100,6 +101,8 @@ def test_a_checkpoint(tmp_path):
     assert cells.rows[0] == ["name", "dtype", "shape", "bytes", "parts"] and len(cells.rows) == 52
     assert cells.rows[1] == ["step", "object", "", "", ""] and cells.rows[2] == ["t.0", "float32", "scalar", "4", "1"]
     assert "62 values (the first 50 are shown), 288 bytes" in cells.rows[-1][0]
+    assert repr(Checkpoint(tmp_path)) == f"<Checkpoint {tmp_path}: 62 values, 288 bytes>"
+    assert repr(Checkpoint(LocalStore(tmp_path))) == f"<Checkpoint LocalStore({str(tmp_path)!r}): 62 values, 288 bytes>"
 
 
 def test_hostile_names(tmp_path):
@@ -164,6 +167,7 @@ def test_what_has_a_text_is_shown_as_that_at_a_prompt_and_in_a_notebook(tmp_path
 def test_a_page_in_a_frame(tmp_path):
     save({"w": torch.zeros(2)}, checkpoint_id=tmp_path)
     page = page_of(Checkpoint(tmp_path), title='"quoted"')
+    assert repr(page) == "Page('\"quoted\"')"
     html = page._repr_html_()
     parser = Cells(html)
     assert parser.tags == ["iframe"] and 'sandbox="allow-scripts"' in html and html.count('"') == 6

@@ -123,6 +123,9 @@ class Run:
         self.path = path
         self.config = config
 
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
     @property
     def saving(self) -> CheckpointsConfig:
         """The file's `[checkpoints]`."""

@@ -42,7 +42,7 @@ _IMPORT: Final = re.compile(r'^import \{[^}]*\} from "\./[a-z]+\.js";\n', re.MUL
 _FRAME_HEIGHT: Final = 640
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Page:
     """A page of the viewer, as data. `html` makes one file of it, and a notebook displays it in a frame.
 
@@ -88,6 +88,9 @@ class Page:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page to a file."""
         Path(path).write_text(self.html(), encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return f"Page({self.title!r})"
 
     def _repr_html_(self) -> str:
         frame = f'style="width:100%;height:{_FRAME_HEIGHT}px;border:0" sandbox="allow-scripts"'

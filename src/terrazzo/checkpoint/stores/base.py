@@ -275,6 +275,9 @@ class Store(abc.ABC):
     def location(self) -> str:
         """The path or URL, for messages."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.location!r})"
+
     def prepare(self) -> None:  # noqa: B027  # most stores need nothing
         """Create the folder or the like, so that files can be created."""
 

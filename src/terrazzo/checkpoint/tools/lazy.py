@@ -55,6 +55,7 @@ class Checkpoint(Mapping[str, Any]):
     def __init__(
         self, path: str | os.PathLike[str] | StorageReader | Store | Place, *, allow_pickle: bool = False
     ) -> None:
+        self._path = path
         given = usable_reader(path)
         self._reader = given if isinstance(given, StorageReader) else reader_for(given)
         self._allow_pickle = allow_pickle
@@ -150,6 +151,9 @@ class Checkpoint(Mapping[str, Any]):
     def read_into(self, wanted: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
         """Fill tensors, each with a box of the tensor of a name; they are read together, and converted if necessary."""
         self._boxes.read(wanted)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self._path}: {len(self):,} values, {self.total_bytes():,} bytes>"
 
     def _repr_html_(self) -> str:
         names, rows = in_order(self), []
