@@ -251,10 +251,14 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda which: (100, 5000))
     monkeypatch.setattr("socket.gethostbyname", _fails)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    monkeypatch.setenv("TERRAZZO_INSTALL", "1")  # too late: this Python has started without it
     shown = run("doctor")
     assert shown.exit_code == 1 and "-> raise it before training: ulimit -n 5000" in shown.output
     assert "-> ranks of several hosts find each other by name" in shown.output and "no such interface" in shown.output
-    assert shown.output.splitlines()[-1].split(" to mend")[0].startswith(("3 of", "4 of"))  # /dev/shm may be small
+    assert shown.output.splitlines()[-1].split(" to mend")[0].startswith(("4 of", "5 of"))  # /dev/shm may be small
+    assert "TERRAZZO_INSTALL    set: no effect" in shown.output and "-> install terrazzo with pip" in shown.output
+    monkeypatch.setattr("sys.meta_path", [type("WithTorch", (), {})(), *sys.meta_path])
+    assert "TERRAZZO_INSTALL    set: programs that import PyTorch's names get terrazzo's" in run("doctor").output
 
 
 def _fails(*_: object) -> None:

@@ -81,8 +81,11 @@ def _versions() -> list[Finding]:
             findings.append(Finding(name, version(name)))
         except PackageNotFoundError:
             continue
-    if os.environ.get("TERRAZZO_INSTALL"):
-        findings.append(Finding("TERRAZZO_INSTALL", "set: programs that import PyTorch's names get terrazzo's"))
+    if os.environ.get("TERRAZZO_INSTALL", "0") not in ("", "0"):
+        works = any(type(finder).__name__ == "WithTorch" for finder in sys.meta_path)  # terrazzo-install.pth
+        said = "programs that import PyTorch's names get terrazzo's" if works else "no effect"
+        mend = "" if works else "install terrazzo with pip, which puts terrazzo-install.pth there; or use terrazzo run"
+        findings.append(Finding("TERRAZZO_INSTALL", f"set: {said}", mend))
     return findings
 
 
