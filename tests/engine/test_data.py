@@ -12,7 +12,7 @@ from engine.runs import config
 from ranks import run_ranks
 from terrazzo.engine import Curriculum, ResumableSampler, initialize
 from terrazzo.engine.config import Batch, ScheduleConfig
-from terrazzo.engine.curriculum import Schedule, Staircase, difficulty_schedule
+from terrazzo.engine.curriculum import Ramp, Staircase, difficulty_schedule
 from terrazzo.errors import EngineConfigError, EngineError
 
 
@@ -37,7 +37,7 @@ def samplers_of(ranks, accumulation=1, curriculum=None, samples=50, seed=3):
 
 def curriculum():
     difficulties = torch.arange(50) % 10
-    return Curriculum({"length": difficulties}, {"length": Schedule(2, 9, steps=10, multiple=1)})
+    return Curriculum({"length": difficulties}, {"length": Ramp(2, 9, steps=10, multiple=1)})
 
 
 @pytest.mark.parametrize("make", [lambda: None, curriculum])

@@ -11,13 +11,13 @@ from terrazzo.errors import EngineConfigError
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Ramp:
     """From `low` to `high` in `steps` steps, by the `power`th root of the fraction of steps, in multiples of
     `multiple`.
 
     If `low` is not a multiple, it starts with the next one.
 
-    >>> schedule = Schedule(low=8, high=32, steps=10, multiple=8)
+    >>> schedule = Ramp(low=8, high=32, steps=10, multiple=8)
     >>> [schedule.at(step) for step in (0, 4, 7, 10, 99)]
     [8, 16, 24, 32, 32]
     """
@@ -52,7 +52,7 @@ class Staircase:
         return self.values[sum(step > limit for limit in self.until)]
 
 
-def difficulty_schedule(name: str, config: ScheduleConfig) -> Schedule | Staircase:
+def difficulty_schedule(name: str, config: ScheduleConfig) -> Ramp | Staircase:
     """The schedule that a metric's section of the config describes."""
     where = f"curriculum_metrics.{name}"
     if config.min_difficulty > config.max_difficulty:
@@ -74,7 +74,7 @@ def difficulty_schedule(name: str, config: ScheduleConfig) -> Schedule | Stairca
         needed = (*needed, "root_degree")
     _only(given, where, needed)
     _positive(given, where)
-    return Schedule(
+    return Ramp(
         config.min_difficulty,
         config.max_difficulty,
         given["total_curriculum_step"],
@@ -83,7 +83,7 @@ def difficulty_schedule(name: str, config: ScheduleConfig) -> Schedule | Stairca
     )
 
 
-def token_schedule(config: TokenScheduleConfig) -> Schedule:
+def token_schedule(config: TokenScheduleConfig) -> Ramp:
     """The schedule that `random_ltd_schedule` describes."""
     where = "random_ltd_schedule"
     if config.min_value > config.max_value:
@@ -92,7 +92,7 @@ def token_schedule(config: TokenScheduleConfig) -> Schedule:
         )
     _only(config.schedule_config, where, ("require_steps", "seq_per_step"))
     _positive(config.schedule_config, where)
-    return Schedule(
+    return Ramp(
         config.min_value,
         config.max_value,
         config.schedule_config["require_steps"],

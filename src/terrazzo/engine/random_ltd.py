@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.config import EngineConfig
-from terrazzo.engine.curriculum import Schedule, token_schedule
+from terrazzo.engine.curriculum import Ramp, token_schedule
 from terrazzo.engine.seeds import generator_for
 from terrazzo.errors import EngineConfigError, EngineError
 
@@ -25,7 +25,7 @@ class RandomLTD:
         consumed_layer_tokens: the number of tokens that layers processed, over all layers and the samples of all ranks.
     """
 
-    def __init__(self, layers: dict[int, nn.Module], schedule: Schedule, seed: int, token_dim: int) -> None:
+    def __init__(self, layers: dict[int, nn.Module], schedule: Ramp, seed: int, token_dim: int) -> None:
         self._schedule = schedule
         self._seed = seed
         self._token_dim = token_dim

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from terrazzo.engine.config import Batch
-from terrazzo.engine.curriculum import Schedule, Staircase
+from terrazzo.engine.curriculum import Ramp, Staircase
 from terrazzo.engine.seeds import generator_for
 from terrazzo.errors import EngineConfigError, EngineError
 
@@ -31,7 +31,7 @@ class Curriculum:
         schedules: by metric, the largest difficulty as it grows with the steps.
     """
 
-    def __init__(self, difficulties: Mapping[str, Any], schedules: Mapping[str, Schedule | Staircase]) -> None:
+    def __init__(self, difficulties: Mapping[str, Any], schedules: Mapping[str, Ramp | Staircase]) -> None:
         absent = [name for name in schedules if name not in difficulties]
         if absent:
             raise EngineConfigError(
