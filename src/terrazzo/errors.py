@@ -171,7 +171,7 @@ class OptimError(TerrazzoError, RuntimeError):
 
 
 class OptimValueError(OptimError, ValueError):
-    """The same where PyTorch's optimizer raises a ValueError."""
+    """An argument that an optimizer of `terrazzo.optim` does not accept; PyTorch's raise a ValueError for it."""
 
 
 class CommPolicyError(DTensorError):

@@ -182,7 +182,7 @@ class FlatPlan:
         return [parts[at].view(shape) for at, shape in zip(self._own_at, self.own_shapes, strict=True)]
 
     def own_columns(self, sections: Tensor) -> list[Tensor]:
-        """Of several sections of this rank, one a row, the chunks of each tensor."""
+        """The chunks of each tensor, from several sections of this rank, of which each is a row."""
         parts = sections.split_with_sizes(self.own_splits, 1)
         return [parts[at].unflatten(1, shape) for at, shape in zip(self._own_at, self.own_shapes, strict=True)]
 

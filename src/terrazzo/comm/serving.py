@@ -294,7 +294,7 @@ def _frame(connection: socket.socket) -> bytearray:
 
 
 def _received(connection: socket.socket, size: int, into: memoryview | None = None) -> bytearray:
-    """So many bytes, or none, if they go `into` a buffer of the caller."""
+    """`size` bytes; or none, if they are received `into` a buffer of the caller."""
     data = bytearray(size if into is None else 0)
     view = memoryview(data) if into is None else into
     while view:

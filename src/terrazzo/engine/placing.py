@@ -104,7 +104,7 @@ def _sharing(mesh: DeviceMesh, size: int, pipelined: bool) -> tuple[Axis, Axis]:
 
 
 def _replicas(mesh: DeviceMesh, sharding: int) -> DeviceMesh:
-    """The same ranks in two mesh dims: the first replicates, the second, of size `sharding`, shards."""
+    """The mesh's ranks in two dims: the first replicates, the second, of size `sharding`, shards."""
     return _in_two(mesh, sharding, ("replicate", "shard"))
 
 

@@ -38,7 +38,7 @@ class RandomLTD:
 
     @staticmethod
     def of(config: EngineConfig, model: nn.Module) -> RandomLTD | None:
-        """As the config describes it; None if it does not."""
+        """What the config asks for; None if it asks for no random-LTD."""
         routing = config.data_efficiency.data_routing
         ltd = routing.random_ltd
         if not (config.data_efficiency.enabled and routing.enabled and ltd.enabled):

@@ -88,7 +88,7 @@ class CommsReport:
             LOGGER.info("%s of %d bytes among %d ranks", event.kind, event.bytes, event.axis.size)
 
     def as_dict(self) -> dict[str, dict[int, Mapping[str, int]]]:
-        """By kind and number of ranks: the number of collectives, and the bytes that this rank sent."""
+        """The number of collectives and the bytes that this rank sent, by kind and number of ranks."""
         found: dict[str, dict[int, Mapping[str, int]]] = {}
         for (kind, ranks), (count, sent) in sorted(self._counts.items()):
             found.setdefault(kind, {})[ranks] = {"count": count, "bytes": sent}

@@ -194,7 +194,7 @@ class Outputs:
         self._single = only if only is not None and spec == tree_flatten(0)[1] else None
 
     def shifted(self, by: int) -> Outputs:
-        """The same for results whose numbers are higher by `by`."""
+        """These outputs, made of results whose numbers are higher by `by`."""
         moved = [leaf if leaf.result is None else replace(leaf, result=leaf.result + by) for leaf in self.leaves]
         return Outputs(moved, self.spec)
 

@@ -92,7 +92,7 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """The same, where several ranks hold parts of one stage."""
+    """Stages of a pipeline of which several ranks hold parts, each trained by ranks that see different data."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])

@@ -44,7 +44,7 @@ _MOST_SPECS = 64
 
 
 class _Forming(Enum):
-    """What is to be done about units before the next forward."""
+    """The changes to units that are due before the next forward."""
 
     PARTS = "part those of different settings"
     JOINS = "form all again"

@@ -41,7 +41,7 @@ class Decomposed:
     function: Callable[..., Any]
 
     def __call__(self, func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
-        """As a route."""
+        """Call the function; this makes it a route."""
         return self.function(*args, **kwargs)
 
 

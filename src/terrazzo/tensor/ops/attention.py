@@ -18,7 +18,7 @@ from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.ops.table import decomposition, rule
 
 SCORES_AT_ONCE = 1 << 20
-"""Of how many queries times keys attention with dropout keeps the scores."""
+"""Attention with dropout keeps its scores if they are at most so many: queries times keys."""
 
 
 @rule("scaled_dot_product_attention")

@@ -260,7 +260,7 @@ _VALUE_OF_ANY = {"narrow", "repeat_interleave", "split", "tensor_split", "unflat
 
 
 def _chosen_by_flag(func: Any) -> Any:
-    """Of a function that calls one of two by the value of a flag (`max_pool2d` by `return_indices`), one of the two."""
+    """One of the two functions that a function calls by the value of a flag (`max_pool2d` by `return_indices`)."""
     return inspect.getclosurevars(func).nonlocals.get("if_false") if isinstance(func, types.FunctionType) else None
 
 

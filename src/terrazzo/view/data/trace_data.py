@@ -123,7 +123,7 @@ def _kind(collective: Collective) -> str:
 
 
 def _ends(operations: Sequence[Operation]) -> dict[int, float]:
-    """By the number of an operation that starts a gather or a reduction: when that has ended."""
+    """The times at which gathers and reductions end, by the numbers of the operations that start them."""
     waiting: dict[tuple[str, int], int] = {}  # by the kind of operation that ends it, and the unit
     found: dict[int, float] = {}
     for number, each in enumerate(operations):
