@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -64,6 +66,14 @@ def test_what_ranks_print_is_shown_while_they_run(shell: Any, tmp_path: Path) ->
     with contextlib.redirect_stdout(Screen()):
         shell.ranks.run(cell + "\nprint('end', end='')")
     assert seen.getvalue() == "ranks 0-1: first line\nranks 0-1: end"
+
+
+def test_a_script_without_a_main_block_may_use_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from terrazzo import notebook\nworld = notebook.ranks(1)\nprint(world(lambda: 3), __file__)\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(notebook.__file__).parents[1])}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.stdout == f"[3] {script}\n", done.stderr
 
 
 def test_errors_name_the_ranks_and_what_is_lost(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,15 @@ with the names that earlier cells defined there; a function is sent with what it
 from __future__ import annotations
 
 import ast
+import atexit
 import importlib
 import importlib.util
 import linecache
 import pickle
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +45,7 @@ def ranks(number: int, *, timeout: float = 600) -> Ranks:
     if number < 1:
         raise ValueError(f"number must be at least 1, not {number}")
     made = Ranks(number, timeout)
+    atexit.register(made.close)  # Python would wait for the processes otherwise
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None:
@@ -85,7 +88,8 @@ class Ranks:
         done, live = False, _Live(self._number)
         try:
             if self._world is None:
-                self._world = World(self._number, request)
+                with _without_main():
+                    self._world = World(self._number, request)
             outcomes = self._world.call(request, self._timeout, grace=10, watch=live)
             done = not any(outcome.hung or outcome.exitcode is not None for outcome in outcomes)
         finally:  # also when interrupted: ranks in the middle of a call cannot be used again
@@ -101,6 +105,20 @@ class Ranks:
                 lines.append("The next call starts new ranks, without what cells have defined.")
             raise RanksFailed("\n".join(lines))
         return outcomes
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """A block in which new processes do not run the program's file again: functions are sent by value."""
+    main = sys.modules["__main__"]
+    file, spec = main.__dict__.pop("__file__", None), main.__spec__
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__spec__ = spec
+        if file is not None:
+            main.__file__ = file
 
 
 class _Live:

@@ -207,7 +207,8 @@ class World:
         try:
             for rank in range(size):
                 self._ranks.append(_Rank(rank, size, self._store.port, self._folder, first))
-            _raise_failures(replace(first, function="(at the start)"), self.end(_START_LIMIT, grace=_GRACE))
+            where = "(at the start; a script has to call this below `if __name__ == '__main__':`)"
+            _raise_failures(replace(first, function=where), self.end(_START_LIMIT, grace=_GRACE))
         except BaseException:
             self.close()
             raise
