@@ -318,60 +318,73 @@ class Routed(nn.Module):
         return self.out(x), total, counts
 
 
-def experts(deepspeed: ModuleType, folder: Path, stage: int = 2, ep_size: int = 2) -> list[float]:
-    """Experts that the ranks divide among them, by `deepspeed.moe.layer.MoE`, saved and resumed."""
+def with_experts(deepspeed: ModuleType, stage: int, ep_size: int):
     layer = importlib.import_module(f"{deepspeed.__name__}.moe.layer")
     utils = importlib.import_module(f"{deepspeed.__name__}.moe.utils")
+    torch.manual_seed(0)
+    model = Routed(layer.MoE, ep_size)
+    parameters = utils.configure_moe_param_groups(list(model.parameters()))
+    assert [utils.is_moe_param_group(group) for group in parameters] == [False, True]
+    config = settings(stage, gradient_accumulation_steps=2, gradient_clipping=0.3)
+    return deepspeed.initialize(model=model, model_parameters=parameters, config=config)[0]
 
-    def make(ep_size: int = ep_size) -> tuple:
-        torch.manual_seed(0)
-        model = Routed(layer.MoE, ep_size)
-        parameters = utils.configure_moe_param_groups(list(model.parameters()))
-        assert [utils.is_moe_param_group(group) for group in parameters] == [False, True]
-        config = settings(stage, gradient_accumulation_steps=2, gradient_clipping=0.3)
-        return deepspeed.initialize(model=model, model_parameters=parameters, config=config)
 
-    engine, *_ = make()
-    seen: list[float] = []
+def train_experts(engine, start: int, stop: int) -> list[float]:
+    seen = []
+    for step in range(start, stop):
+        x = torch.randn(8, 5, 6, generator=torch.Generator().manual_seed(step))
+        y = torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(step + 100))
+        torch.manual_seed(100 * step + dist.get_rank())
+        out, balance, counts = engine(mine(x))
+        loss = F.mse_loss(out, mine(y)) + 0.05 * balance
+        engine.backward(loss)
+        engine.step()
+        seen += [mean(loss), mean(balance.detach()), *(float(c) for c in torch.stack(counts).flatten())]
+        if step % 2:
+            seen.append(float(engine.get_global_grad_norm()))
+    return seen
 
-    def train(start: int, stop: int) -> None:
-        for step in range(start, stop):
-            x = torch.randn(8, 5, 6, generator=torch.Generator().manual_seed(step))
-            y = torch.randn(8, 5, 3, generator=torch.Generator().manual_seed(step + 100))
-            torch.manual_seed(100 * step + dist.get_rank())
-            out, balance, counts = engine(mine(x))
-            loss = F.mse_loss(out, mine(y)) + 0.05 * balance
-            engine.backward(loss)
-            engine.step()
-            seen.extend([mean(loss), mean(balance.detach()), *(float(c) for c in torch.stack(counts).flatten())])
-            if step % 2:
-                seen.append(float(engine.get_global_grad_norm()))
 
-    train(0, 8)
+def experts(deepspeed: ModuleType, folder: Path, stage: int = 2, ep_size: int = 2) -> list[float]:
+    """Experts that the ranks divide among them, by `deepspeed.moe.layer.MoE`, saved and resumed."""
+    engine = with_experts(deepspeed, stage, ep_size)
+    seen = train_experts(engine, 0, 8)
     group = deepspeed.utils.groups
     name = f"ep_size_{ep_size}"
     seen.extend([group._get_expert_parallel_rank(name), group._get_expert_data_parallel_world_size(name)])
     engine.save_checkpoint(str(folder / f"{deepspeed.__name__}-experts-{ep_size}"))
-    train(8, 10)
-    engine, *_ = make()
+    seen += train_experts(engine, 8, 10)
+    engine = with_experts(deepspeed, stage, ep_size)
     engine.load_checkpoint(str(folder / f"{deepspeed.__name__}-experts-{ep_size}"))
-    before = len(seen)
-    train(8, 12)
+    last = train_experts(engine, 8, 12)
     theirs = folder / f"deepspeed-experts-{ep_size}"
     if deepspeed.__name__ != "deepspeed" and theirs.exists():  # with any degree ours goes on from theirs
-        expected = seen[before:]
         for other in (1, 2):
-            engine, *_ = make(other)
+            engine = with_experts(deepspeed, stage, other)
             engine.load_checkpoint(str(theirs))
-            del seen[before:]
-            train(8, 12)
-            torch.testing.assert_close(torch.tensor(seen[before:]), torch.tensor(expected), rtol=1e-5, atol=1e-5)
-    return seen
+            found = train_experts(engine, 8, 12)
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(last), rtol=1e-5, atol=1e-5)
+    return seen + last
 
 
 def experts_on_each(deepspeed: ModuleType, folder: Path) -> list[float]:
     """The same, with all experts on each rank."""
     return experts(deepspeed, folder, stage=1, ep_size=1)
+
+
+def experts_of_ours(deepspeed: ModuleType, folder: Path) -> list[float]:
+    """What comes after a checkpoint that `terrazzo.deepspeed` has written in DeepSpeed's layout, so it runs first."""
+    seen = []
+    for stage, ep_size in ((2, 2), (1, 1)):
+        engine = with_experts(deepspeed, stage, ep_size)
+        out = str(folder / f"ours-{ep_size}")
+        if deepspeed.__name__ == "deepspeed":
+            engine.load_checkpoint(out)
+        else:
+            train_experts(engine, 0, 8)
+            engine.core.save_checkpoint(out, layout="deepspeed").result()
+        seen += train_experts(engine, 8, 12)
+    return seen
 
 
 class Mixture(nn.Module):
@@ -602,7 +615,7 @@ def run(which: ModuleType, names: list[str], folder: Path) -> dict[str, list[flo
     results = {}
     for name in names:
         torch.manual_seed(0)
-        results[name] = SCRIPTS[name](which, folder)
+        results[name] = globals()[name](which, folder)
     return results
 
 

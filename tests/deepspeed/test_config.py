@@ -110,6 +110,7 @@ WITHOUT_DEFAULT = {
     "zero_optimization.wrap", "zero_optimization.offload_optimizer.step_on", "seed",  # terrazzo's own
     "sequence_parallel_size", "sequence_parallel_method",  # the first is DeepSpeed's, which has no default
     "sparse_gradients",  # of DeepSpeed until 0.18
+    "use_data_before_expert_parallelism",  # False: DeepSpeed reads it by a function of its own
     "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics",
     *(f"data_efficiency.data_routing.random_ltd.{k}" for k in (
         "random_ltd_layer_id", "hidden_state_order", "random_ltd_schedule")),

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo.deepspeed as deepspeed
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.deepspeed.moe.layer import MoE
 from terrazzo.deepspeed.moe.utils import configure_moe_param_groups, has_moe_layers, is_moe_param
 from terrazzo.deepspeed.utils import groups
-from terrazzo.errors import EngineConfigError, EngineError, UnsupportedValueError
+from terrazzo.errors import EngineConfigError, EngineError, StateNameError
 
 pytestmark = pytest.mark.on_late
 
@@ -40,7 +42,8 @@ class Expert(nn.Module):
 
 def layer(**options: object) -> MoE:
     torch.manual_seed(3)
-    moe = MoE(DIM, Expert(), EXPERTS, min_capacity=1, use_rts=False, top2_2nd_expert_sampling=False, **options)
+    options = {"min_capacity": 1, "use_rts": False, "top2_2nd_expert_sampling": False, **options}
+    moe = MoE(DIM, Expert(), EXPERTS, **options)
     stacked = moe.deepspeed_moe.experts.deepspeed_experts
     assert stacked.up.weight is stacked.down.weight and stacked.up.weight.shape == (EXPERTS, DIM, DIM)
     with torch.no_grad():
@@ -126,6 +129,18 @@ def check_divided() -> None:
                 torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
             assert all(is_moe_param(p) for p in moe.deepspeed_moe.experts.parameters())
     name, rank = "ep_size_2", dist.get_rank()
+    for k in (1, 2, 3):  # ranks with fewer tokens than min_capacity, and one with none
+        options = {"k": k, "min_capacity": 4}
+        moe, whole = layer(ep_size=4, **options), layer(**options)
+        moe.set_deepspeed_parallelism()
+        x = torch.randn(rank, DIM)
+        y, l_aux, counts = moe(x)
+        assert y.shape == x.shape and counts.sum() == (rank * k)
+        if rank:
+            expected = by_definition(whole, x, k, 1.0, drop=False)
+            torch.testing.assert_close((y, l_aux), expected[:2], rtol=1e-4, atol=1e-4)
+        else:
+            assert l_aux == 0
     assert groups._get_max_expert_size_name() == "ep_size_4"
     assert groups._get_expert_parallel_rank(name) == rank % 2
     assert groups._get_expert_data_parallel_rank(name) == rank // 2
@@ -138,18 +153,89 @@ def check_divided() -> None:
     ]
     with pytest.raises(EngineConfigError, match="no group 'ep_size_3' of experts"):
         groups._get_expert_parallel_group("ep_size_3")
+    # An engine whose data-parallel ranks are others: its groups take the place of the first ones.
+    groups._create_expert_and_data_parallel(
+        2, data=init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    )
+    assert dist.get_process_group_ranks(groups._get_expert_parallel_group(name)) == [rank % 2, rank % 2 + 2]
+
+
+PREFIX = "1.deepspeed_moe.experts.deepspeed_experts."
+SHAPES = {"up.weight": (DIM, DIM), "up.bias": (DIM,)}
+
+
+def engine_with(stage: int, seed: int, ep_size: int = 2, **options: object) -> deepspeed.DeepSpeedEngine:
+    torch.manual_seed(seed)
+    first, moe = nn.Linear(DIM, DIM), layer(ep_size=ep_size, k=2, drop_tokens=False)
+    with torch.no_grad():
+        for p in moe.deepspeed_moe.experts.parameters():
+            p.mul_(1 + seed)
+    first.requires_grad_(False)
+    zero = {"stage": stage, "round_robin_gradients": bool(options.pop("robin", False))}
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": zero,
+        **options,
+    }
+    return deepspeed.initialize(model=nn.Sequential(first, moe), config=settings)[0]
 
 
 def check_layout(folder: str) -> None:
-    settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
-    engine, *_ = deepspeed.initialize(model=layer(ep_size=2), config=settings)
-    with pytest.raises(UnsupportedValueError, match="cannot be written in DeepSpeed's layout"):
-        engine.core.save_checkpoint(folder, layout="deepspeed")
+    rank = dist.get_rank()
+    for data_first in (False, True):
+        engine = engine_with(2, 0, use_data_before_expert_parallelism=data_first, bf16={"enabled": True})
+        x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(rank))
+        engine.backward(engine(x.to(device_type()))[0].square().mean())
+        engine.step()
+        tag = f"first-{data_first}"
+        engine.core.save_checkpoint(folder, tag, {"mine": 3}, layout="deepspeed").result()
+        weights = {n: v.full_tensor().cpu() for n, v in engine.core.module_state_dict().items()}
+        moments = {
+            n: deepspeed.utils.safe_get_full_optimizer_state(p, "exp_avg").cpu()
+            for n, p in engine.module.named_parameters()
+            if p.requires_grad
+        }
+        # Of two parts of the experts this rank has one, and of the ranks with the same ones it is one.
+        part, place = (rank // 2, rank % 2) if data_first else (rank % 2, rank // 2)
+        path = Path(folder) / tag
+        stored = torch.load(path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", weights_only=False)
+        state = stored["optimizer_state_dict"]
+        assert state["partition_count"] == [4, 2]
+        [_, group] = state["base_optimizer_state"]["param_groups"]
+        assert group["moe"] is True and group["name"] == "ep_size_2" and group["params"] == [1]
+        kept = state["base_optimizer_state"]["state"][1]["exp_avg"]
+        for found, values in ((state["single_partition_of_fp32_groups"][1], weights), (kept, moments)):
+            own = [values[PREFIX + name][2 * part + e].flatten() for e in range(2) for name in SHAPES]
+            line = torch.cat(own)
+            torch.testing.assert_close(found, line.chunk(2)[place], rtol=0, atol=0)
+        for e in range(EXPERTS):
+            stored = torch.load(path / f"layer_0_expert_{e}_mp_rank_00_model_states.pt")
+            assert stored.keys() == {f"{PREFIX}{e}.{name}" for name in (*SHAPES, "down.weight")}
+            for name in SHAPES:
+                assert torch.equal(stored[f"{PREFIX}{e}.{name}"], weights[PREFIX + name][e].bfloat16())
+        model = torch.load(path / "mp_rank_00_model_states.pt", weights_only=False)
+        assert model["num_experts"] == [EXPERTS] and not any("deepspeed_experts" in name for name in model["module"])
+        assert list(model["param_shapes"][1]) == [f"{PREFIX}{e}.{name}" for e in range(2) for name in SHAPES]
+        assert model["shared_params"] == {f"{PREFIX}{e}.down.weight": f"{PREFIX}{e}.up.weight" for e in range(2)}
+        # Any other stage and degree goes on from it.
+        other = engine_with(3 if data_first else 1, 5, ep_size=1 if data_first else 4)
+        assert other.load_checkpoint(folder, tag)[1]["mine"] == 3
+        for name, value in other.core.module_state_dict().items():
+            frozen = name.startswith("0.")  # in the precision of forward
+            expected = weights[name].bfloat16().float() if frozen else weights[name]
+            assert torch.equal(value.full_tensor().cpu(), expected), name
+    with pytest.raises(EngineError, match="only in stages 1 and 2 without round_robin"):
+        engine_with(3, 0).core.save_checkpoint(folder, layout="deepspeed")
+    with pytest.raises(EngineError, match="only in stages 1 and 2 without round_robin"):
+        engine_with(2, 0, robin=True).core.save_checkpoint(folder, layout="deepspeed")
+    with pytest.raises(StateNameError, match="num_experts"):
+        engine.core.save_checkpoint(folder, "named", {"num_experts": 1}, layout="deepspeed")
 
 
-def test_the_layout_of_deepspeed_is_refused(tmp_path):
-    run_ranks(2, check_layout, str(tmp_path))
-    assert not list(tmp_path.iterdir())
+def test_experts_in_deepspeeds_layout(tmp_path):
+    run_ranks(4, check_layout, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first-False", "first-True", "latest"]
 
 
 def test_divided_experts_are_those_of_one_device():
@@ -168,8 +254,8 @@ def test_groups_of_parameters_and_wrong_arguments():
         MoE(DIM, Expert(), 4, ep_size=3)
     with pytest.raises(EngineConfigError, match="must be None, 'Jitter' or 'RSample', not 'Noise'"):
         MoE(DIM, Expert(), 4, noisy_gate_policy="Noise")
-    with pytest.raises(EngineError, match="a rank has 3 tokens, fewer than min_capacity, 4"):
-        MoE(DIM, Expert(), 4)(torch.ones(3, DIM))
+    with pytest.raises(EngineConfigError, match="no groups of experts: deepspeed.initialize makes"):
+        groups._get_max_expert_size_name()
     with pytest.raises(EngineConfigError, match="from another range than one expert's. Initialise the expert before"):
         layer().deepspeed_moe.experts.deepspeed_experts.up.reset_parameters()
     with pytest.warns(UserWarning, match="no Tutel"):

@@ -51,6 +51,16 @@ def test_groups_of_neighbours_see_the_same(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.cpu_only("DeepSpeed reads what was saved")
+@pytest.mark.skipif(not deepspeed_is_installed(), reason="DeepSpeed is not installed: make deepspeed")
+def test_deepspeed_goes_on_from_our_experts(tmp_path):
+    ours = run_ranks(2, check_ours, ["experts_of_ours"], str(tmp_path), timeout=120)[0]
+    theirs = run_fresh(2, check_theirs, ["experts_of_ours"], str(tmp_path), timeout=400)
+    assert all(outcome.ok for outcome in theirs), "\n".join(map(str, theirs))
+    load("same").differences(theirs[0].value, ours)
+
+
+@pytest.mark.long
 @pytest.mark.skipif(not deepspeed_is_installed(), reason="DeepSpeed is not installed: make deepspeed")
 def test_scripts_see_the_same(tmp_path):
     # DeepSpeed's ranks are killed afterwards: what it leaves behind can abort an interpreter that ends.

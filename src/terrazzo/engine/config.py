@@ -246,6 +246,7 @@ class EngineConfig(_Section, frozen=True):
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     sequence_parallel_size: Count = 1  # ranks that share each sequence; neighbours among the data-parallel ones
     sequence_parallel_method: Literal["ulysses", "ring"] = "ulysses"
+    use_data_before_expert_parallelism: bool = False  # only for checkpoints in DeepSpeed's layout
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = None
     data_efficiency: DataEfficiencyConfig = DataEfficiencyConfig()
     dataloader_drop_last: bool = False

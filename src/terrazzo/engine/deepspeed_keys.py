@@ -91,14 +91,18 @@ _TOP = {
     "wall_clock_breakdown": _harmless("torch.profiler shows more"),
     "memory_breakdown": _harmless("torch.profiler shows more"),
     "dump_state": _harmless("print the engine's config"),
-    "log_level": _harmless("the loggers are Python's: `terrazzo.engine`, `terrazzo.deepspeed`"),
+    "log_level": _harmless(
+        "`terrazzo.deepspeed` sets the level of its logger, which is Python's; other loggers stay as they are"
+    ),
     "disable_python_gc": _harmless("the garbage collector is the program's"),
     "vocabulary_size": _harmless("DeepSpeed only warns about it"),
     "timers": _harmless("torch.profiler shows more"),
     "data_parallel_size": _harmless("it follows from the ranks"),
     "sequence_parallel_size": _done("the engine cuts sequences; Hugging Face's models with attention by `sdpa`"),
     "sequence_parallel_method": _done("terrazzo's own: `ulysses`, as DeepSpeed's, or `ring`"),
-    "use_data_before_expert_parallelism": _harmless("neighbouring ranks have different experts"),
+    "use_data_before_expert_parallelism": _done(
+        "for checkpoints in DeepSpeed's layout; here neighbouring ranks have different experts, with the same numbers"
+    ),
     "expert_parallel": _refused(
         "layers are not replaced: use deepspeed.moe.layer.MoE, or terrazzo.tensor.parallel.ExpertParallel"
     ),

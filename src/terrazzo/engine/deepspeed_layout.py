@@ -2,8 +2,9 @@
 
 Each rank writes its flat partitions, and in stage 3 its part of the model's states; in stages 1 and 2 the first rank
 writes the model. Tensors are gathered one at a time, so a rank holds its partitions, which it writes, and one whole
-tensor; the first rank of stages 1 and 2 also holds the model, in the precision of forward. The folder becomes a
-checkpoint when every file in it is complete.
+tensor; the first rank of stages 1 and 2 also holds the model, in the precision of forward. Of experts that ranks have
+divided among them, a rank writes its own, each to a file. The folder becomes a checkpoint when every file in it is
+complete.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from terrazzo.checkpoint import PerRank
-from terrazzo.checkpoint.formats.deepspeed.experts import refuse_experts
+from terrazzo.checkpoint.formats.deepspeed.experts import STACK, layer_of
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed
 from terrazzo.checkpoint.formats.deepspeed.writing import (
     NewFolder,
     RunLayout,
+    apart,
+    expert_files,
     loss_scaler,
     model_states,
     optim_states,
@@ -32,7 +35,7 @@ from terrazzo.checkpoint.stores import Place
 from terrazzo.comm import ControlPlane
 from terrazzo.engine.content import content
 from terrazzo.engine.trained import Trained
-from terrazzo.errors import EngineError
+from terrazzo.errors import EngineError, StateNameError
 from terrazzo.tensor import DTensor
 
 # The parts of a run's content that DeepSpeed's files have under the same names.
@@ -48,7 +51,14 @@ def save_in_deepspeed_layout(
             "layout='deepspeed' supports ZeRO stages 1, 2 and 3 without model parallelism, but this run is in stage "
             f"{engine.stage} with {engine.mp_world_size} ranks per model: save it without layout="
         )
-    refuse_experts(engine.module_state_dict())
+    layers = _layers(engine)
+    if layers and (engine.stage == 3 or engine.config.zero_optimization.round_robin_gradients):
+        raise EngineError(
+            "layout='deepspeed' has experts of deepspeed.moe.layer.MoE only in stages 1 and 2 without "
+            "round_robin_gradients, as DeepSpeed: save the run without layout="
+        )
+    if layers and "num_experts" in client_state:
+        raise StateNameError("client_state uses the name num_experts, which DeepSpeed uses itself; rename it")
     plane = ControlPlane.for_group()
     rank = engine.ranks.data.index
     new = NewFolder(folder / tag)
@@ -61,7 +71,7 @@ def save_in_deepspeed_layout(
 
     plane.run_together(prepare, f"preparing {folder / tag}")
     state = content(engine, client_state, exclude_frozen=exclude_frozen)
-    layout = _layout(engine, state)
+    layout = _layout(engine, state, layers)
     # Every rank gathers the same tensors in the same order.
     tensors = _Gathered(engine, state["optimizer"]["state"], keeps_model=layout.model_file(rank) is not None)
     config = _config(engine)
@@ -71,8 +81,12 @@ def save_in_deepspeed_layout(
     rest["sparse_tensor_module_names"] = set(state["sparse_tensor_module_names"])
     model = model_states(layout, tensors, rank, {**rest, "ds_config": config, **_each_ranks(client_state, plane)})
 
+    experts = expert_files(layout, tensors.experts, rank)
+
     def write() -> None:
         write_file(new.store, layout.optim_file(rank), optimizer)
+        for file, expert in experts.items():
+            write_file(new.store, file, expert)
         name = layout.model_file(rank)
         if name is not None:
             write_file(new.store, name, model)
@@ -86,24 +100,36 @@ def save_in_deepspeed_layout(
     plane.run_together(commit, f"committing {folder / tag}")
 
 
-def _layout(engine: Trained, state: Mapping[str, Any]) -> RunLayout:
+def _layers(engine: Trained) -> dict[str, tuple[int, int]]:
+    """The layers of experts: among how many ranks each is divided, and the number of its experts."""
+    model: nn.Module = engine.module
+    found = {}
+    for name, module in model.named_modules():
+        stack = f"{name}.deepspeed_experts."
+        if stack.endswith(STACK):
+            found[layer_of(stack)] = (int(vars(module)["expert_parallel_size"]), int(vars(module)["num_experts"]))
+    return found
+
+
+def _layout(engine: Trained, state: Mapping[str, Any], layers: Mapping[str, tuple[int, int]]) -> RunLayout:
     shapes = [dict(pairs) for pairs in state["param_shapes"]]
-    frozen = None if state["frozen_param_shapes"] is None else dict(state["frozen_param_shapes"])
     kept = state["optimizer"]["state"]
-    groups = [
-        param_group(named, options, kept)
-        for named, options in zip(shapes, state["optimizer"]["param_groups"], strict=True)
-        if named
-    ]
+    groups = apart(
+        list(zip(shapes, state["optimizer"]["param_groups"], strict=True)),
+        {layer: parts for layer, (parts, _) in layers.items()},
+    )
+    frozen = state["frozen_param_shapes"]
     return RunLayout(
         stage=engine.stage,
         ranks=engine.ranks.data.size,
         dtype=engine.dtype,
-        groups=tuple(groups),
-        frozen=frozen,
+        groups=tuple(param_group(named, options, kept, parts) for named, options, parts in groups),
+        frozen=None if frozen is None else {name: shape for name, shape in frozen if STACK not in name},
         shared=state["shared_params"],
-        model=list(engine.module_state_dict(exclude_frozen_parameters=frozen is None)),
+        model=list(engine.module_state_dict(exclude_frozen_parameters=state["frozen_param_shapes"] is None)),
         settings=msgspec.to_builtins(engine.config.zero_optimization),
+        layers=layers,
+        data_first=engine.config.use_data_before_expert_parallelism,
     )
 
 
@@ -138,6 +164,7 @@ class _Gathered:
         self._model = engine.module_state_dict()
         self._kept = kept
         self._keeps_model = keeps_model
+        self._dtype = engine.dtype
 
     def flat(self, kind: str, placed: Sequence[Placed], rank: int, length: int, dtype: torch.dtype) -> Tensor:
         """A rank's flat tensor."""
@@ -159,6 +186,11 @@ class _Gathered:
             value = _whole(value)
             value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
         return value if self._keeps_model else None
+
+    def experts(self, name: str, numbers: range) -> list[Tensor]:
+        """The rows of a stacked parameter for some experts, in the precision of forward."""
+        whole = _whole(self._model[name])
+        return [whole[number].to(self._dtype, copy=True) for number in numbers]
 
 
 def _whole(value: Tensor) -> Tensor:

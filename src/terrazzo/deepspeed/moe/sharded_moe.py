@@ -1,6 +1,7 @@
 """`deepspeed.moe.sharded_moe`: the gate, and the layer that sends tokens to experts and weights what they return.
 
-A gate draws its random numbers as DeepSpeed's does, so with the same seed the same tokens are dropped.
+A gate draws its random numbers as DeepSpeed's does, so with the same seed the same tokens are dropped. A rank may have
+fewer tokens than `min_capacity`, or none, where DeepSpeed raises an error, while the other ranks wait.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Gumbel, Uniform
 
-from terrazzo.errors import EngineError
 from terrazzo.tensor.parallel.experts import mixed
 from terrazzo.tensor.parallel.mixture import within_capacity
 
@@ -85,13 +85,8 @@ class TopKGate(nn.Module):
         if used_token is not None:
             mask = mask * used_token.reshape(-1, 1).to(mask.dtype)
         counts = mask.sum(0)
-        l_aux = (gates.mean(0) * mask.float().mean(0)).sum() * experts
+        l_aux = (_mean(gates) * _mean(mask.float())).sum() * experts
         order = mask * _uniform(mask.float(), 0.0, 1.0) if self.use_rts else mask
-        if tokens < self.min_capacity:
-            raise EngineError(
-                f"MoE: a rank has {tokens} tokens, fewer than min_capacity, {self.min_capacity}: set min_capacity=0, "
-                "or use larger batches"
-            )
         kept = order.topk(min(self._capacity(gates), tokens), dim=0)[1]
         mask = mask * torch.zeros_like(mask).scatter(0, kept, 1)
         ids = torch.where(mask.any(1), ids, -1)
@@ -105,7 +100,7 @@ class TopKGate(nn.Module):
             logits = logits + _gumbel(logits)
         second = logits.masked_fill(mask1.bool(), float("-inf")).argmax(1)
         mask2 = F.one_hot(second, experts)
-        l_aux = (gates.mean(0) * mask1.float().mean(0)).mean() * experts * experts
+        l_aux = (_mean(gates) * _mean(mask1.float())).mean() * experts * experts
         counts = (mask1 + mask2).sum(0)
         if self.drop_tokens:  # the last ones; all first choices come before the second ones
             capacity = self._capacity(gates)
@@ -118,10 +113,15 @@ class TopKGate(nn.Module):
         experts = gates.shape[1]
         weights, ids = gates.topk(self.k, dim=1)
         mask = torch.zeros_like(gates).scatter(1, ids, 1.0)
-        l_aux = (gates.mean(0) * mask.mean(0)).mean() * experts * experts / self.k
+        l_aux = (_mean(gates) * _mean(mask)).mean() * experts * experts / self.k
         if self.drop_tokens:
             ids = within_capacity(ids, gates, self._capacity(gates))
         return Routes(l_aux, ids, _shares(weights * (ids >= 0)), mask.sum(0).long())
+
+
+def _mean(rows: Tensor) -> Tensor:
+    """The mean over the tokens; 0 on a rank that has none."""
+    return rows.mean(0) if len(rows) else rows.sum(0)
 
 
 def _shares(weights: Tensor) -> Tensor:

@@ -34,10 +34,11 @@ def _forget() -> None:
 def _create_expert_and_data_parallel(
     expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False, data: DeviceMesh | None = None
 ) -> None:
-    """Make the groups for experts that are divided among so many ranks, of the data-parallel mesh or else of all."""
+    """Make the groups for experts that are divided among so many ranks: of an engine's data-parallel mesh, or else of
+    all ranks. The groups of the last engine are found by name."""
     # Which ranks have which experts changes no numbers: neighbouring ranks always have different ones.
     name = f"ep_size_{expert_parallel_size_}"
-    if name not in _meshes:
+    if name not in _meshes or data is not None:
         if data is None:
             kind = accelerator()
             data = init_device_mesh("cpu" if kind is None else kind.type, (dist.get_world_size(),))
@@ -90,6 +91,10 @@ def _get_expert_data_parallel_rank(group_name: str) -> int:
 
 def _get_max_expert_size() -> int:
     """The largest number of ranks among which experts are divided."""
+    if not _meshes:
+        raise EngineConfigError(
+            "there are no groups of experts: deepspeed.initialize makes those of the model's MoE layers"
+        )
     return max(mesh.size() for _, mesh in _meshes.values())
 
 

@@ -40,13 +40,50 @@ def has_experts(names: Iterable[str]) -> bool:
 
 
 def refuse_experts(names: Iterable[str]) -> None:
-    """Raise if some of these are stacked experts, which cannot be written in DeepSpeed's layout."""
+    """Raise if some of these are stacked experts: only a run knows among how many ranks they are divided."""
     for name in names:
         if STACK in name:
             raise UnsupportedValueError(
-                f"{name}: experts of deepspeed.moe.layer.MoE cannot be written in DeepSpeed's layout: save the run "
-                "without layout=, or convert it to safetensors"
+                f"{name}: experts of deepspeed.moe.layer.MoE cannot be converted to DeepSpeed's layout: resume the run "
+                "and save it with layout='deepspeed', or convert it to safetensors"
             )
+
+
+def numbered(shapes: Mapping[str, Sequence[int]], parts: int) -> dict[str, tuple[int, ...]]:
+    """The parameters of one rank's experts, by DeepSpeed's names, of stacked ones that are divided among `parts`.
+
+    >>> for name, shape in numbered({f"{STACK}up": (4, 2), f"{STACK}down": (4, 3)}, parts=2).items():
+    ...     print(name.removeprefix(STACK), shape)
+    0.up (2,)
+    0.down (3,)
+    1.up (2,)
+    1.down (3,)
+    """
+    layers: dict[str, list[str]] = {}
+    for name in shapes:
+        layers.setdefault(layer_of(name), []).append(name)
+    return {
+        name_of_expert(name, number): tuple(shapes[name][1:])
+        for names in layers.values()
+        for number in range(shapes[names[0]][0] // parts)
+        for name in names
+    }
+
+
+def layer_of(name: str) -> str:
+    """The beginning of a stacked parameter's name, which those of the same layer have."""
+    return name.partition(STACK)[0]
+
+
+def name_of_expert(name: str, number: int) -> str:
+    """The name that a stacked parameter has as that of one expert."""
+    layer, _, inside = name.partition(STACK)
+    return f"{layer}{STACK}{number}.{inside}"
+
+
+def expert_file(layer: int, number: int) -> str:
+    """The name of the file of an expert of a layer."""
+    return f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
 
 
 def ranks_by_experts(ranks: int, same: int, data_first: bool) -> list[range]:

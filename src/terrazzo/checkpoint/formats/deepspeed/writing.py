@@ -1,7 +1,8 @@
 """Build the contents of DeepSpeed's files from a description of a run and its tensors.
 
 Each data-parallel rank has a file of its flat partitions. The model is in one file, in the dtype of forward; in stage 3
-each rank has one, with its slices of untrained parameters.
+each rank has one, with its slices of untrained parameters. Experts that ranks have divided among them have partitions
+of their own, over the ranks with the same ones, and each is in a file by itself.
 """
 
 from __future__ import annotations
@@ -9,13 +10,22 @@ from __future__ import annotations
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Final, Protocol
 
 import torch
 
+from terrazzo.checkpoint.formats.deepspeed.experts import (
+    STACK,
+    expert_file,
+    layer_of,
+    name_of_expert,
+    numbered,
+    ranks_by_experts,
+    stacked,
+)
 from terrazzo.checkpoint.formats.deepspeed.files import UNFINISHED
 from terrazzo.checkpoint.formats.deepspeed.partitions import (
     Placed,
@@ -33,6 +43,7 @@ from terrazzo.errors import CheckpointExistsError, ConflictError, UnsupportedVal
 # The release of DeepSpeed with this layout; DeepSpeed refuses checkpoints without one.
 VERSION: Final = "0.19.8"
 SUB_GROUP_SIZE: Final = 1_000_000_000  # DeepSpeed's default
+LARGEST_OF_EXPERTS: Final = 178_956_971  # elements of a param group
 _ALIGNMENT: Final = 2  # partitions begin at even elements
 
 Shapes = Mapping[str, Sequence[int]]
@@ -43,23 +54,36 @@ class Group:
     """A param group of the optimizer.
 
     Attributes:
-        shapes: its trained parameters, in order.
+        shapes: its trained parameters, in order; if they are of experts, stacked.
         options: learning rate and the like.
         kept: the optimizer's state with an element for each of the parameter's elements.
         once: the rest of its state: the number of steps.
+        parts: among how many ranks the experts are divided; 0 for other parameters.
     """
 
     shapes: Shapes
     options: Mapping[str, Any]
     kept: tuple[str, ...]
     once: Mapping[str, Any]
+    parts: int = 0
 
 
-def param_group(shapes: Shapes, options: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> Group:
+def param_group(
+    shapes: Shapes, options: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], parts: int = 0
+) -> Group:
     """A param group from the optimizer's state of each parameter: values with a shape, or plain values.
 
-    DeepSpeed has one step count for a group: the largest of its parameters' counts.
+    DeepSpeed has one step count for a group: the largest of its parameters' counts. Of experts it divides groups that
+    are larger than `LARGEST_OF_EXPERTS`, and finds them by name.
     """
+    if parts:
+        size = sum(map(prod, numbered(shapes, parts).values()))
+        if size > LARGEST_OF_EXPERTS:
+            raise UnsupportedValueError(
+                f"a rank has {size} elements of experts in one param group, and DeepSpeed divides groups of more than "
+                f"{LARGEST_OF_EXPERTS}: divide the experts among more ranks, or save without layout="
+            )
+        options = {**options, "name": f"ep_size_{parts}", "moe": True}
     kept: dict[str, None] = {}
     once: dict[str, Any] = {}
     for name, shape in shapes.items():
@@ -75,7 +99,27 @@ def param_group(shapes: Shapes, options: Mapping[str, Any], states: Mapping[str,
                     f"{name}: the optimizer's {key} has the shape {tuple(value.shape)}, but DeepSpeed's flat "
                     "partitions can only have state with the shape of the parameter"
                 )
-    return Group(shapes, {key: value for key, value in options.items() if key != "params"}, tuple(kept), once)
+    return Group(shapes, {key: value for key, value in options.items() if key != "params"}, tuple(kept), once, parts)
+
+
+def apart(
+    pairs: Sequence[tuple[Shapes, Mapping[str, Any]]], parts: Mapping[str, int]
+) -> list[tuple[Shapes, Mapping[str, Any], int]]:
+    """Param groups with those of experts after the others, as DeepSpeed makes them; none is empty.
+
+    Args:
+        pairs: the parameters of each group, and its options.
+        parts: among how many ranks the experts of a layer are divided, by `layer_of` its parameters.
+    """
+    dense: list[tuple[Shapes, Mapping[str, Any], int]] = []
+    experts: list[tuple[Shapes, Mapping[str, Any], int]] = []
+    for shapes, options in pairs:
+        by_parts: dict[int, dict[str, Sequence[int]]] = {}
+        for name, shape in shapes.items():
+            by_parts.setdefault(parts[layer_of(name)] if STACK in name else 0, {})[name] = shape
+        for number, own in by_parts.items():
+            (experts if number else dense).append((own, options, number))
+    return dense + experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +133,9 @@ class RunLayout:
         shared: other names of parameters, and for each the first name.
         model: the names in the model's state, in order, including other names.
         settings: the part of DeepSpeed's config that decides the layout of the optimizer.
+        layers: among how many ranks the experts of each layer are divided, in order, and how many they are, by
+            `layer_of` its parameters.
+        data_first: whether neighbouring ranks have the same experts.
     """
 
     stage: int
@@ -99,6 +146,8 @@ class RunLayout:
     shared: Mapping[str, str]
     model: Sequence[str]
     settings: Mapping[str, Any]
+    layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    data_first: bool = False
 
     def flat_groups(self) -> list[tuple[int, Shapes]]:
         """The parameters of each flat tensor, and the number of their param group."""
@@ -127,7 +176,44 @@ class RunLayout:
     def files(self) -> list[str]:
         """The names of all ranks' files."""
         models = [self.model_file(rank) for rank in range(self.ranks)]
-        return [*filter(None, models), *map(self.optim_file, range(self.ranks))]
+        experts = [
+            expert_file(layer, number)
+            for layer, (_, count) in enumerate(self.layers.values())
+            for number in range(count)
+        ]
+        return [*filter(None, models), *map(self.optim_file, range(self.ranks)), *experts]
+
+    def teams(self, parts: int) -> list[range]:
+        """The ranks that have the same parameters: all, or those of each part of the experts."""
+        return ranks_by_experts(self.ranks, self.ranks // max(parts, 1), self.data_first)
+
+    def own_experts(self, layer: str, rank: int) -> range:
+        """The numbers of the experts of a layer that a rank writes."""
+        parts, count = self.layers[layer]
+        first = [team[0] for team in self.teams(parts)]
+        size = count // parts
+        return range(first.index(rank) * size, (first.index(rank) + 1) * size) if rank in first else range(0)
+
+    def in_files(self, number: int, shapes: Shapes) -> Shapes:
+        """Some parameters of a param group under the names that they have in a rank's files."""
+        parts = self.groups[number].parts
+        return numbered(shapes, parts) if parts else shapes
+
+
+def expert_files(layout: RunLayout, experts: Callable[[str, range], Sequence[Any]], rank: int) -> dict[str, Any]:
+    """The contents of the files of experts that a rank writes, by name.
+
+    Args:
+        experts: the rows of a stacked parameter for experts of these numbers, in the precision of forward.
+    """
+    files: dict[str, dict[str, Any]] = {}
+    for layer, name in enumerate(layout.layers):
+        own = layout.own_experts(name, rank)
+        for stack in layout.model:
+            if STACK in stack and layer_of(stack) == name:
+                for number, row in zip(own, experts(stack, own), strict=True):
+                    files.setdefault(expert_file(layer, number), {})[name_of_expert(stack, number)] = row
+    return files
 
 
 class Tensors(Protocol):
@@ -186,25 +272,30 @@ def _cut_in_one_line(
     rank: int,
     param_groups: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    states, weights, paddings, fragments = {}, [], [], []
+    states, weights, paddings, counts, fragments = {}, [], [], [], []
     for index, (number, shapes) in enumerate(flat):
         group = layout.groups[number]
-        total = sum(map(prod, shapes.values()))
-        partition = -(-total // (_ALIGNMENT * layout.ranks)) * _ALIGNMENT
-        lean = max(min(total - rank * partition, partition), 0)
-        placed = list(in_one_line(shapes.items(), partition))
+        teams = layout.teams(group.parts)
+        [team] = [team for team in teams if rank in team]
+        named = layout.in_files(number, shapes)
+        total = sum(map(prod, named.values()))
+        partition = -(-total // (_ALIGNMENT * len(team))) * _ALIGNMENT
+        lean = max(min(total - team.index(rank) * partition, partition), 0)
+        line = list(in_one_line(named.items(), partition))
+        placed = stacked(lambda _, line=line: line, teams) if group.parts else line  # type: ignore[misc]
         weights.append(tensors.flat("module", placed, rank, lean, torch.float32))
         paddings.append(partition - lean)
         states[index] = {
             **group.once,
             **{key: tensors.flat(key, placed, rank, partition, torch.float32) for key in group.kept},
         }
-        fragments.append(OrderedDict(_fragments(placed, rank)))
+        counts.append(len(team))
+        fragments.append(OrderedDict(_fragments(line, team.index(rank))))
     return {
         "base_optimizer_state": {"state": states, "param_groups": param_groups},
         "single_partition_of_fp32_groups": weights,
         "group_paddings": paddings,
-        "partition_count": [layout.ranks] * len(flat),
+        "partition_count": counts,
         "param_slice_mappings": fragments,
     }
 
@@ -281,6 +372,8 @@ def model_states(layout: RunLayout, tensors: Tensors, rank: int, rest: Mapping[s
     frozen = layout.frozen or {}
     module: OrderedDict[str, Any] = OrderedDict()
     for name in layout.model:
+        if STACK in name:  # experts have files of their own
+            continue
         parameter = layout.shared.get(name, name)
         if parameter not in trained and parameter not in frozen:
             module[name] = tensors.whole(name, None)
@@ -292,17 +385,26 @@ def model_states(layout: RunLayout, tensors: Tensors, rank: int, rest: Mapping[s
     return {
         "module": module,
         "optimizer": None,
-        "param_shapes": [_sizes(shapes) for _, shapes in layout.flat_groups()],
+        "param_shapes": [_sizes(layout.in_files(*flat)) for flat in layout.flat_groups()],
         "frozen_param_shapes": _sizes(frozen) if has_frozen else None,
-        "shared_params": dict(layout.shared),
+        "shared_params": dict(pair for names in layout.shared.items() for pair in _in_files(layout, *names)),
         "frozen_param_fragments": _frozen_fragments(layout, tensors, rank, module) if has_frozen else None,
         "data_sampler": None,
         "random_ltd": None,
         "dp_world_size": layout.ranks,
         "mp_world_size": 1,
         "ds_version": VERSION,
+        **({"num_experts": [count for _, count in layout.layers.values()]} if layout.layers else {}),
         **rest,
     }
+
+
+def _in_files(layout: RunLayout, other: str, first: str) -> list[tuple[str, str]]:
+    """Two names of a parameter; of a stacked one, those of a rank's experts."""
+    if STACK not in other:
+        return [(other, first)]
+    parts, count = layout.layers[layer_of(other)]
+    return [(name_of_expert(other, n), name_of_expert(first, n)) for n in range(count // parts)]
 
 
 def _frozen_fragments(
