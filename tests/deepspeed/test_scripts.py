@@ -194,10 +194,6 @@ def check_whole_tensors() -> None:
                 engine.module.head.bias.data[1:] = 5.0
         assert (type(weight).__name__ == "DTensor") is (stage == 3) and whole(weight).eq(2).all()
         assert whole(named["head.bias"])[1:].eq(5).all()
-        if stage == 3:
-            block = deepspeed.zero.GatheredParameters(list(engine.module.parameters()))
-            with pytest.raises(EngineError, match="run it outside"), block:
-                engine.module(torch.ones(1, 6))
         with deepspeed.zero.unwrap_model_for_generation(engine) as model:
             assert model is engine.module
             model(torch.ones(1, 6))
@@ -386,6 +382,37 @@ def check_gathered_in_a_pipeline() -> None:
             write(-1, 0.0)
     write(None, 7.0)
     assert value() == [12, 33][stage]
+
+
+def check_modules_while_gathered() -> None:
+    """Scripts evaluate and generate in such blocks, and compute losses."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    model = copy.deepcopy(plain)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config(3))
+    gathered, parameters = deepspeed.zero.GatheredParameters, list(engine.module.parameters())
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).to(plain[0].weight.device)
+    expected = plain(x)
+    for params in (parameters, parameters[:1]):
+        with gathered(params, modifier_rank=None if params is parameters else 0):
+            assert parameters[0].shape == (5, 3) and not isinstance(parameters[0].data, DTensor)
+            with torch.no_grad():
+                torch.testing.assert_close(engine(x), expected)
+            loss = engine(x).square().mean()
+            torch.testing.assert_close(parameters[0].data, plain[0].weight.data, rtol=0, atol=0)
+        engine.backward(loss)
+        for mine, p in zip(parameters, plain.parameters(), strict=True):
+            grad = torch.autograd.grad(plain(x).square().mean(), p)[0]
+            torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(mine), grad)
+        engine.zero_grad()
+    with pytest.raises(EngineError, match="after its parameters were written there"), gathered(parameters):
+        parameters[2].data.add_(1)  # which no version counter shows
+        engine(x)
+    torch.testing.assert_close(engine(x), expected)
+
+
+def test_modules_run_while_their_parameters_are_gathered():
+    run_ranks(2, check_modules_while_gathered)
 
 
 def test_gathered_parameters_in_a_pipeline():

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +23,7 @@ from terrazzo.deepspeed.utils.sharded import copy_into, whole
 from terrazzo.deepspeed.zero.status import mark_as_whole
 from terrazzo.engine.placing import on_device
 from terrazzo.errors import EngineError, EngineValueError
-from terrazzo.tensor import DTensor
+from terrazzo.tensor import DTensor, distribute_tensor
 
 
 class GatheredParameters:
@@ -146,17 +147,28 @@ class _Gathered(DTensor):
         # PyTorch looks these up to find out what kind of tensor it is.
         if name in ("__class__", "__torch_function__", "__torch_dispatch__"):
             return object.__getattribute__(self, name)
-        if name == "_local":  # which its module asks for before a forward
-            raise EngineError(
-                "a module ran inside GatheredParameters, which is for reading and writing its parameters: run it "
-                "outside of the block, where each forward gathers what it needs, also in generate()"
-            )
+        if name in ("_local", "_layout"):  # with which its module gathers it for a forward
+            found = object.__getattribute__(self, name)
+            if name == "_local":
+                _check_unwritten(found, object.__getattribute__(self, "_layout"), _faces[id(self)])
+            return found
         return getattr(_faces[id(self)], name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(lambda x: _faces[id(x)] if type(x) is _Gathered else x, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _check_unwritten(local: Tensor, layout: Any, face: Tensor) -> None:
+    """Raise if the whole tensor has other values than this rank's shard."""
+    with torch.no_grad():
+        part = distribute_tensor(face.detach(), layout.mesh, layout.shown, src_data_rank=None).to_local()
+        if not torch.allclose(part, local, rtol=0, atol=0, equal_nan=True):
+            raise EngineError(
+                "a module ran inside GatheredParameters after its parameters were written there: other ranks get what "
+                "was written when the block ends, so run the module after it"
+            )
 
 
 def _as_the_face(name: str) -> Any:
