@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import terrazzo.deepspeed as deepspeed
 from engine.runs import batches, config, loss_of, make_model
 from ranks import run_ranks
 from terrazzo.deepspeed.submodules import ABSENT, SUBMODULES
-from terrazzo.errors import EngineError
+from terrazzo.errors import EngineConfigError, EngineError
 
 pytestmark = pytest.mark.on_late
 
@@ -23,6 +25,9 @@ def test_modules_are_found_where_deepspeed_has_them():
     for place, module in SUBMODULES.items():
         found = importlib.import_module(f"terrazzo.deepspeed.{place}")
         assert not module or found is importlib.import_module(f"terrazzo.deepspeed.{module}")
+        parent, _, name = f"terrazzo.deepspeed.{place}".rpartition(".")
+        # `from deepspeed.utils import logging` is not Python's module; `z3_leaf_module` is a function, too.
+        assert getattr(sys.modules[parent], name) is found or place == "utils.z3_leaf_module", place
     from terrazzo.deepspeed.runtime.activation_checkpointing import checkpointing
     from terrazzo.deepspeed.runtime.pipe.topology import ProcessTopology
     from terrazzo.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -100,7 +105,13 @@ def check_what_is_ignored() -> None:
     settings = {"train_micro_batch_size_per_gpu": 1, "gradient_cliping": 1.0}
     with pytest.warns(UserWarning, match=r"gradient_cliping \(unknown; is it gradient_clipping\?\)"):
         engine, optimizer, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=settings)
-    assert optimizer is None
+    assert optimizer is None and engine.log_level() is None
+    before = deepspeed.logger.level
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1, "log_level": "error"})
+    assert engine.log_level() == "error" and deepspeed.logger.level == logging.ERROR
+    deepspeed.logger.setLevel(before)
+    with pytest.raises(EngineConfigError, match="log_level must be DEBUG, INFO"):
+        deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1, "log_level": "loud"})
     with pytest.raises(EngineError, match="step.. needs an optimizer"):
         engine.step()
     with pytest.raises(EngineError, match="custom_load_fn"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -16,13 +16,16 @@ from torch.utils.data import DataLoader, Dataset
 from terrazzo.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, make_loader
 from terrazzo.deepspeed.engines import forget, remember, show_between_steps, shows_whole
+from terrazzo.deepspeed.offloading import check_reloaded, offload_states, reload_states
 from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer, NoOptimizer, view_of
 from terrazzo.deepspeed.settings import SETTINGS, setting
+from terrazzo.deepspeed.utils import logger
 from terrazzo.deepspeed.utils.sharded import whole
+from terrazzo.deepspeed.zero.config import OffloadDeviceEnum, OffloadStateTypeEnum
 from terrazzo.deepspeed.zero.status import mark
 from terrazzo.engine import Engine
 from terrazzo.engine.lr import Scheduler
-from terrazzo.errors import EngineError
+from terrazzo.errors import EngineConfigError, EngineError
 
 Results = tuple["DeepSpeedEngine", DeepSpeedOptimizer | None, DataLoader[Any] | None, Scheduler | None]
 
@@ -53,6 +56,8 @@ class DeepSpeedEngine(nn.Module):
         self.core = core
         self.module: Any = core.module
         self.config = dict(config)
+        if (level := setting(self.config, "log_level")) is not None:
+            _set_log_level(level)
         self.collate_fn = collate_fn
         self.optimizer = None if isinstance(core.optimizer, NoOptimizer) else view_of(core)
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
@@ -84,6 +89,9 @@ class DeepSpeedEngine(nn.Module):
         """Compute the gradients of a micro-batch's mean loss; returns it divided by the number of micro-batches."""
         return self.core.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
 
+    def _backward_epilogue(self) -> None:
+        """Does nothing: DeepSpeed's guide calls it after `backward` of a loss that several engines share."""
+
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; after the last one of a step, run the optimizer."""
         if self.optimizer is None:
@@ -91,6 +99,7 @@ class DeepSpeedEngine(nn.Module):
                 "step() needs an optimizer: pass one to deepspeed.initialize, or describe it in the config's "
                 "`optimizer`"
             )
+        check_reloaded(self.core)
         self.core.step(lr_kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -226,6 +235,17 @@ class DeepSpeedEngine(nn.Module):
         """
         if self.core.stage == 3 and not setting(self.config, "zero_gather_16bit_weights_on_model_save"):
             return False
+        gathered = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if gathered is not None:
+            os.makedirs(save_dir, exist_ok=True)
+            torch.save(gathered, os.path.join(save_dir, save_filename))
+        dist.barrier()
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole model in the precision of forward, on the first rank; called on all ranks. Trainers use it."""
         gathered: dict[str, Any] = {}
         for name, value in self.core.module_state_dict(exclude_frozen_parameters).items():
             first = self.core.shared_params.get(name)
@@ -237,14 +257,8 @@ class DeepSpeedEngine(nn.Module):
                 gathered[name] = tensor.to(self.core.dtype) if trained else tensor
             else:
                 gathered[name] = value
-        if dist.get_rank() == 0:
-            os.makedirs(save_dir, exist_ok=True)
-            torch.save(gathered, os.path.join(save_dir, save_filename))
-        dist.barrier()
         self.core.show()
-        return True
-
-    save_fp16_model = save_16bit_model
+        return gathered if dist.get_rank() == 0 else None
 
     # ------------------------------------------------------------------ queries
 
@@ -343,9 +357,40 @@ class DeepSpeedEngine(nn.Module):
         if self.core.stage == 3:
             self.core.reshard()
 
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move what is on the accelerator to the CPU until `reload_states`, which must be called before the next step.
+
+        Of the parameters, shards in float32 are `hp_params`, and whole ones in the precision of forward, which stages 0
+        to 2 have between steps, are `lp_params`; the model cannot run without `hp_params`.
+
+        Args:
+            include: What to move; None: everything.
+            device: The CPU.
+            pin_memory: Has no effect.
+            non_blocking: Has no effect.
+        """
+        offload_states(self.core, include, device)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back what `offload_states` has moved."""
+        reload_states(self.core)
+
     def destroy(self) -> None:
         """Release the engine: it is no longer used."""
         forget(self.core)
+
+
+def _set_log_level(level: Any) -> None:
+    try:
+        logger.setLevel(str(level).upper())
+    except ValueError as error:
+        raise EngineConfigError(f"config: log_level must be DEBUG, INFO, WARNING or the like, not {level!r}") from error
 
 
 def _shared(name: str) -> property:

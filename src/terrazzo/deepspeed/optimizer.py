@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from terrazzo.deepspeed.offloading import offload_states, reload_states
+from terrazzo.deepspeed.zero.config import OffloadDeviceEnum, OffloadStateTypeEnum
 from terrazzo.engine import Engine
 from terrazzo.errors import EngineError
 from terrazzo.tensor import DTensor
@@ -92,6 +94,20 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> NoReturn:
         """Raises: call the engine's `step`."""
         raise EngineError("this optimizer belongs to an engine: call engine.step() instead of optimizer.step()")
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """The same as the engine's `offload_states`."""
+        offload_states(self._engine, include, device)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """The same as the engine's `reload_states`."""
+        reload_states(self._engine)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the engine's optimizer; each rank has its part."""

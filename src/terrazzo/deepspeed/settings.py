@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 SETTINGS: Final[Mapping[str, tuple[str, Any]]] = {
+    "log_level": ("log_level", None),
     "wall_clock_breakdown": ("wall_clock_breakdown", False),
     "memory_breakdown": ("memory_breakdown", False),
     "dump_state": ("dump_state", False),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
+from logging import INFO, getLogger  # `deepspeed.utils.logging` is a module of DeepSpeed's, and not Python's
 from types import TracebackType
 from typing import Any
 
@@ -37,10 +37,10 @@ from terrazzo.deepspeed.utils.sharded import (
     safe_update_full_grad_vectorized,
 )
 
-logger = logging.getLogger("terrazzo.deepspeed")
+logger = getLogger("terrazzo.deepspeed")
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
     """Log on some ranks; on all if ranks is None or contains -1."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if ranks is None or rank in ranks or -1 in ranks:
