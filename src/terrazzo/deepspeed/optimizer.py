@@ -65,6 +65,10 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         """The loss scale and its counts, under DeepSpeed's names."""
         return LossScaler(self._engine)
 
+    def needs_scaler(self) -> bool:
+        """Whether a loss must be scaled by the engine's `scale` before its own `backward`."""
+        return self._engine.fp16_enabled()
+
     @property
     def dynamic_loss_scale(self) -> bool:
         """Whether the loss scale adapts to overflows."""
@@ -118,11 +122,15 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
 
-class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """The optimizer's class in ZeRO stages 1, 2 and 3."""
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
     """The optimizer's class in ZeRO stages 1 and 2."""
 
 
-class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     """The optimizer's class in ZeRO stage 3."""
 
 

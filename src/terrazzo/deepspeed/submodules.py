@@ -17,6 +17,7 @@ SUBMODULES: Final[Mapping[str, str]] = {
     "runtime.activation_checkpointing.checkpointing": "checkpointing",
     "runtime.dataloader": "dataloader",
     "runtime.engine": "engine",
+    "runtime.base_optimizer": "optimizer",
     "runtime.bf16_optimizer": "optimizer",
     "runtime.fp16": "",
     "runtime.fp16.fused_optimizer": "optimizer",
