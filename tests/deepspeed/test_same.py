@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.deepspeed_cases import deepspeed_is_installed
 from ranks import run_fresh, run_ranks
@@ -48,6 +49,33 @@ def test_groups_of_neighbours_see_the_same(tmp_path):
     assert all(outcome.ok for outcome in theirs), "\n".join(map(str, theirs))
     ours = run_ranks(4, check_ours, ["neighbours"], str(tmp_path), timeout=120)[0]
     load("same").differences(theirs[0].value, ours)
+
+
+def check_examples(theirs: bool, folder: str) -> dict[str, list[float]]:
+    import terrazzo.deepspeed as ours
+
+    which = load("scripts").real() if theirs else ours
+    which.init_distributed("gloo")
+    return load("examples").run(which, Path(folder))
+
+
+# In 16 bits the two round at other places.
+EXAMPLES = {"masked_words": 2e-3, "finetuning": 3e-2, "with_a_file": 3e-2}
+
+
+@pytest.mark.long
+@pytest.mark.cpu_only("as programs for DeepSpeed are, these are for one kind of device")
+@pytest.mark.skipif(not deepspeed_is_installed(), reason="DeepSpeed is not installed: make deepspeed")
+def test_ten_kinds_of_programs(tmp_path):
+    theirs = run_fresh(2, check_examples, True, str(tmp_path), timeout=400)
+    assert all(outcome.ok for outcome in theirs), "\n".join(map(str, theirs))
+    found = theirs[0].value
+    assert len(found) == 10
+    for name, values in run_ranks(2, check_examples, False, str(tmp_path), timeout=120)[0].items():
+        limit = EXAMPLES.get(name, 1e-4)
+        torch.testing.assert_close(
+            values, found[name], rtol=limit, atol=limit, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.long
