@@ -124,6 +124,7 @@ def check_wrong_backward() -> None:
     with pytest.raises(EngineError, match="use one of them"):
         engine.step()
     half, *_ = deepspeed.initialize(model=make_model(), config=config(1, fp16={"enabled": True, "loss_scale": 64}))
+    assert half.optimizer.needs_scaler() and not engine.optimizer.needs_scaler()
     with pytest.raises(EngineError, match=r"engine.scale\(loss\).backward"):
         loss_of(half, x, y).backward()
     direct = [p.grad for p in half.module.parameters()]

@@ -16,7 +16,7 @@ import terrazzo.deepspeed as deepspeed
 from engine.runs import batches, config, loss_of, make_model
 from ranks import run_ranks
 from terrazzo.deepspeed.submodules import ABSENT, SUBMODULES
-from terrazzo.errors import EngineConfigError, EngineError
+from terrazzo.errors import EngineCallError, EngineConfigError, EngineError
 
 pytestmark = pytest.mark.on_late
 
@@ -133,6 +133,9 @@ def check_no_optimizer(folder: str) -> None:
         model.weight.zero_()
     engine.load_checkpoint(folder)
     assert torch.equal(model.weight, expected)
+    assert engine.sparse_tensor_module_names == set() and engine.optimizer is None
+    with pytest.raises(EngineCallError, match="twice with the same FSDPLinear: go on with its engine"):
+        deepspeed.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1})
 
 
 def test_an_engine_without_an_optimizer_is_saved(tmp_path):

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 from terrazzo.deepspeed.comm import init_distributed, initialize_mesh_device
 from terrazzo.deepspeed.engine import DeepSpeedEngine, Results, results_of
+from terrazzo.deepspeed.engines import check_new
 from terrazzo.deepspeed.moe.layer import MoE
 from terrazzo.deepspeed.optimizer import NoOptimizer
 from terrazzo.deepspeed.pipe.engine import PipelineEngine
@@ -77,6 +78,7 @@ def initialize(
     """
     if model is None:
         raise EngineCallError("initialize needs a model: pass model=")
+    check_new(model)
     if mpu is not None:
         raise EngineConfigError(
             "mpu is not supported: parallelize the model with terrazzo.tensor.parallel.parallelize_module, and pass it "

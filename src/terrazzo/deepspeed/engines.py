@@ -5,10 +5,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from terrazzo.engine import Engine
 from terrazzo.engine.reports import CommsReport
+from terrazzo.errors import EngineCallError
 from terrazzo.fsdp.module import accumulated_gradient, sharded_of, show_whole
 from terrazzo.tensor import DTensor
 
@@ -23,6 +24,15 @@ def remember(engine: Engine) -> None:
 def forget(engine: Engine) -> None:
     """Called when an engine is no longer used."""
     _engines.discard(engine)
+
+
+def check_new(model: nn.Module) -> None:
+    """Raise if an engine trains a model, because a second one cannot."""
+    if any(engine.module is model for engine in _engines):
+        raise EngineCallError(
+            f"deepspeed.initialize was called twice with the same {type(model).__name__}: go on with its engine, which "
+            "load_checkpoint changes, too, or pass a model of its own"
+        )
 
 
 def engine_of(parameter: Tensor) -> Engine | None:
