@@ -19,8 +19,7 @@ from checkpoint.newer import make_newer
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointManager, verify
 from terrazzo.checkpoint.manager import KeepLast, KeepUntilCopied, SaveEvery, housekeeping, records
-from terrazzo.checkpoint.manager.hosts import HostsStore
-from terrazzo.checkpoint.manager.peers import PeerStore, serve_folder
+from terrazzo.checkpoint.manager.hosts import HostsStore, PeerStore, serve_folder
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Request, Store
 from terrazzo.comm.serving import Client, Server, WrongSecretError
 from terrazzo.errors import (

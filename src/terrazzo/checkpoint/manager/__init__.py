@@ -71,5 +71,5 @@ __getattr__, __dir__ = late(
         ],
         "tiers": ["Which"],
     },
-    ["committing", "hosts", "housekeeping", "mending", "peers", "removing"],
+    ["committing", "hosts", "housekeeping", "mending", "removing"],
 )

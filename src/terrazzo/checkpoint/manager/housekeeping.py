@@ -13,8 +13,7 @@ from functools import partial
 from typing import Final
 
 from terrazzo._threads import Worker, results_of
-from terrazzo.checkpoint.manager.hosts import HostsStore
-from terrazzo.checkpoint.manager.peers import PeerStore, copy_whole
+from terrazzo.checkpoint.manager.hosts import HostsStore, PeerStore
 from terrazzo.checkpoint.manager.policies import UNTIL_COPIED
 from terrazzo.checkpoint.manager.records import Record
 from terrazzo.checkpoint.manager.removing import is_held, take_to_read
@@ -23,6 +22,7 @@ from terrazzo.checkpoint.native.commit import Commit, remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import name_as_latest, name_of_step
 from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.native.verify import copy_intact
 from terrazzo.checkpoint.stores import Store
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.errors import (
@@ -186,7 +186,7 @@ def copy_checkpoint(source: HostsStore, target: Store) -> None:
 
 def _send(host: LocalStore | PeerStore, target: Store, keys: list[str]) -> Sequence[str]:
     """Copy files of a host to the target; returns those that are damaged."""
-    damaged = host.send_on(keys) if isinstance(host, PeerStore) else copy_whole(host, target, keys)
+    damaged = host.send_on(keys) if isinstance(host, PeerStore) else copy_intact(host, target, keys)
     for key in damaged:
         LOGGER.warning("%s/%s is not what was saved, and is not copied from there", host.location, key)
     return damaged

@@ -12,11 +12,11 @@ from typing import Literal
 
 from terrazzo.checkpoint.manager.committing import AllRanks
 from terrazzo.checkpoint.manager.hosts import HostsStore, connect
-from terrazzo.checkpoint.manager.peers import copy_whole
 from terrazzo.checkpoint.manager.policies import Best, KeepLast, KeepPolicy, not_copied, reasons_to_keep, settled
 from terrazzo.checkpoint.manager.records import RUN, Catalog, Record, Unreadable, checked_step, write_reasons
 from terrazzo.checkpoint.manager.removing import clear_all, remove
 from terrazzo.checkpoint.native.names import LATEST, name_of_step, named_by_latest, step_of_name
+from terrazzo.checkpoint.native.verify import copy_intact
 from terrazzo.checkpoint.stores import ABSENT, SMALL, LocalStore, Place
 from terrazzo.errors import (
     CheckpointError,
@@ -216,10 +216,12 @@ def open_tiers(
         raise CheckpointManagerError(f"local must be a folder of this host, not {local}")
 
     def send_on(folder: str, keys: Sequence[str]) -> list[str]:
-        return copy_whole(own.beneath(folder), (root / folder).store, keys)
+        return copy_intact(own.beneath(folder), (root / folder).store, keys)
 
     if root.local is not None and root.local.resolve() == own.path.resolve():
         raise CheckpointManagerError(f"local and root must be different folders, not both {local}")
+    if not 0 <= replicas:
+        raise CheckpointManagerError(f"replicas must be a number of other hosts, 0 or more, not {replicas}")
     _claim(root, own, ranks)
     hosts = connect(own, send_on, replicas, ranks)
     return Tiers(top, Tier(Place(hosts), below, best), hosts)

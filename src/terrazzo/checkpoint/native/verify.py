@@ -1,12 +1,13 @@
-"""Reading every byte of a checkpoint and comparing it with what was written."""
+"""Reading every byte of a checkpoint and comparing it with what was written; and copies of files that are."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
 from terrazzo.checkpoint.native.index import RAW, IndexRows
 from terrazzo.checkpoint.native.root import FileEntry, Root
-from terrazzo.checkpoint.stores.base import Store
+from terrazzo.checkpoint.stores.base import Store, write_pieces
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 
 Array = np.ndarray[Any, Any]
@@ -215,3 +216,37 @@ def _runs(blocks: _Blocks, limit: int) -> Iterator[tuple[int, int, memoryview]]:
             nbytes = int(ends[last - 1] - starts[first])
             yield first, last, memory[:nbytes]
             first = last
+
+
+# ------------------------------------------------------------------ copying what is intact
+
+_PIECE: Final = 4 << 20  # bytes
+
+
+def copy_file(source: Store, target: Store, key: str) -> None:
+    """Copy a file unless the target has it."""
+    size = source.stat(key).size
+    with suppress(FileNotFoundError):
+        if target.stat(key).size == size:
+            return
+
+    def pieces() -> Iterator[bytearray]:
+        for start in range(0, size, _PIECE):
+            piece = bytearray(min(_PIECE, size - start))
+            source.read_at(key, start, memoryview(piece))
+            yield piece
+
+    write_pieces(target, key, pieces())
+
+
+def copy_intact(source: Store, target: Store, keys: Sequence[str]) -> list[str]:
+    """Copy files of a checkpoint; returns those that are not as they were written, which are not copied."""
+    try:
+        wrong = {damage.file for damage in verify_store(source, only=keys)}
+    except CheckpointNotFoundError:
+        wrong = {MANIFEST}
+    damaged = [key for key in keys if key in wrong or MANIFEST in wrong]  # without it nothing can be compared
+    for key in keys:
+        if key not in damaged:
+            copy_file(source, target, key)
+    return damaged

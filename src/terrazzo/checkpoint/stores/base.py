@@ -443,6 +443,19 @@ class _LeaseFile(Lease):
             self._store.delete([self._key])
 
 
+def write_pieces(store: Store, key: str, pieces: Iterable[bytearray]) -> None:
+    """Write a file of any size from its pieces; it replaces an existing one when it is complete."""
+    upload, position = store.stream(key), 0
+    try:
+        for piece in pieces:
+            upload.write(position, [memoryview(piece)])
+            position += len(piece)
+    except BaseException:
+        upload.abort()
+        raise
+    upload.finish()
+
+
 def version_of(data: bytes | bytearray | memoryview) -> Version:
     """The version of a file with these bytes, in stores that have no versions of their own."""
     return Version(f"{xxhash.xxh3_128_hexdigest(data)}-{len(data)}")
