@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from terrazzo.checkpoint.formats.table import Asked, StoredBox, chunk_at, file_at, read_rows
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive, replace_tensors
-from terrazzo.checkpoint.formats.torch_writing import PendingTensor, write_archive
-from terrazzo.checkpoint.formats.zip_reading import Window
+from terrazzo.checkpoint.formats.torch_save import PendingTensor, write_archive
+from terrazzo.checkpoint.formats.windows import Window
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.checkpoint.stores.base import Upload

@@ -23,9 +23,8 @@ from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, FileSystemWriter
 from terrazzo.checkpoint.run.device_copies import ThisAccelerator, copy_from_devices
 from terrazzo.checkpoint.torch_api import items
 from terrazzo.layout import Box
-from terrazzo.publish.host_copy import HostCopy
+from terrazzo.publish.host_copy import HostCopy, Snapshot
 from terrazzo.publish.parts import ModelPart, Parts, TensorInfo
-from terrazzo.publish.snapshot import Snapshot
 
 NUMEL = 1 << 12
 

@@ -25,10 +25,9 @@ from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.comm.serving import Client
 from terrazzo.errors import CommError, CommTimeout, PublishValueError
 from terrazzo.publish import Channel, Publisher, Receiver
-from terrazzo.publish.channel import SECRET, Board
+from terrazzo.publish.channel import SECRET, AskedBox, Board
 from terrazzo.publish.from_channel import ChannelSource
 from terrazzo.publish.to_channel import ChannelSender, Offer, PublisherListing
-from terrazzo.publish.transfer import AskedBox
 from terrazzo.tensor import DTensor, Shard, distribute_tensor
 
 pytestmark = pytest.mark.on_late

@@ -9,11 +9,11 @@ from typing import Any
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, is_tensor_entry
 from terrazzo.checkpoint.native.memory import empty
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, set_element
-from terrazzo.checkpoint.plan.global_plan import merged_metadata
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.plan.save_planner import DefaultSavePlanner
 from terrazzo.checkpoint.plan.sharded import flatten_sharded_tensors as _flatten_sharded_tensors
 from terrazzo.checkpoint.planner import LoadPlan, SavePlan, WriteItem, WriteItemType
+from terrazzo.checkpoint.torch_api.items import merged_metadata
 from terrazzo.errors import CheckpointError
 
 __all__ = [

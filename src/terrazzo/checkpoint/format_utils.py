@@ -28,16 +28,16 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.rows import Target
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.plan.sharded import is_sharded
-from terrazzo.checkpoint.state_dict.broadcast import wire_device
+from terrazzo.checkpoint.state_dict.tensors import wire_device
 from terrazzo.checkpoint.stores import Place
 from terrazzo.checkpoint.torch_api.readers import TargetReader
 from terrazzo.errors import CheckpointError, CheckpointMismatchError, TerrazzoError
+from terrazzo.layout.box import row_major_windows
 
 _PIECE: Final = 64 << 20  # bytes that are broadcast at once
 

@@ -20,7 +20,7 @@ from terrazzo._meant import meant
 from terrazzo.checkpoint.listing import Listed, Listing, in_order
 from terrazzo.checkpoint.manager.records import VALUE as MANAGERS_RECORD
 from terrazzo.checkpoint.manager.records import steps_at
-from terrazzo.checkpoint.tools.listing import listing_of
+from terrazzo.checkpoint.tools import listing_of
 from terrazzo.checkpoint.tools.verify import check
 from terrazzo.cli.screen import (
     ERR,

@@ -175,6 +175,27 @@ class Box:
             raise LayoutError(f"{self} and {other} are boxes in tensors with different numbers of dims")
 
 
+def row_major_windows(shape: Sequence[int], limit: int) -> list[Box]:
+    """Boxes of at most `limit` elements that, one after the other, are the row-major elements of `shape`.
+
+    >>> row_major_windows((2, 3), 2)
+    [Box(offsets=(0, 0), lengths=(1, 2)), Box(offsets=(0, 2), lengths=(1, 1)), Box(offsets=(1, 0), lengths=(1, 2)), \
+Box(offsets=(1, 2), lengths=(1, 1))]
+    """
+    whole = Box.whole(shape)
+    if whole.numel <= limit:
+        return [whole]
+    row = whole.numel // shape[0]
+    if row > limit:
+        inner = row_major_windows(shape[1:], limit)
+        return [Box((i, *box.offsets), (1, *box.lengths)) for i in range(shape[0]) for box in inner]
+    step = limit // row
+    rest_offsets, rest_lengths = whole.offsets[1:], whole.lengths[1:]
+    return [
+        Box((start, *rest_offsets), (min(step, shape[0] - start), *rest_lengths)) for start in range(0, shape[0], step)
+    ]
+
+
 def boxes_of_flat_range(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """The boxes that make up elements `start` to `stop` of the row-major flattened tensor, in order.
 

@@ -22,7 +22,7 @@ from terrazzo.checkpoint.native.format import BLOCK, checksum
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout import Box
-from terrazzo.publish.snapshot import Snapshot, SnapshotWindow
+from terrazzo.publish.host_copy import Snapshot, SnapshotWindow
 
 _RUN: Final = 1 << 16
 _ALIGNED: Final = 16

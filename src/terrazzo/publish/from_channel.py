@@ -18,11 +18,10 @@ from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.comm.serving import Client
 from terrazzo.errors import CommError, CommTimeout
-from terrazzo.publish.channel import Board, Channel, called
+from terrazzo.publish.channel import Board, Channel, Message, called, plan_messages
 from terrazzo.publish.host_copy import HostCopy
 from terrazzo.publish.parts import TensorInfo
 from terrazzo.publish.to_channel import Offer, PublisherListing
-from terrazzo.publish.transfer import Message, plan_messages
 from terrazzo.publish.versions import Version
 
 Match = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], HostCopy]

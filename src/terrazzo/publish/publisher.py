@@ -17,7 +17,9 @@ from terrazzo.checkpoint.run.background import BackgroundWork, raise_if_any
 from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import DivergentValueError, PublishError
+from terrazzo.publish.by_store import Policy, StoreSender
 from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
+from terrazzo.publish.host_copy import Snapshot, published_dtype
 from terrazzo.publish.parts import (
     Parts,
     PublishedShare,
@@ -28,9 +30,7 @@ from terrazzo.publish.parts import (
     refuse_differences,
     share_of,
 )
-from terrazzo.publish.snapshot import Snapshot, published_dtype
 from terrazzo.publish.to_channel import ChannelSender
-from terrazzo.publish.to_store import Policy, StoreSender
 from terrazzo.publish.versions import Version, Versions
 
 

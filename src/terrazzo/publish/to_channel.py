@@ -26,10 +26,9 @@ from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.comm.serving import Server
 from terrazzo.errors import CommError, CommTimeout, PublishError
-from terrazzo.publish.channel import Board, Channel
+from terrazzo.publish.channel import AskedBox, Board, Channel, ListedBox, packed
+from terrazzo.publish.host_copy import Snapshot
 from terrazzo.publish.parts import TensorInfo
-from terrazzo.publish.snapshot import Snapshot
-from terrazzo.publish.transfer import AskedBox, ListedBox, packed
 from terrazzo.publish.versions import Version
 
 LOGGER: Final = logging.getLogger("terrazzo.publish")

@@ -7,9 +7,9 @@ from typing import Any, Final
 import torch
 
 from terrazzo.checkpoint import LazyTensor
-from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.dtypes import OPAQUE
 from terrazzo.errors import UnsupportedValueError
+from terrazzo.layout.box import row_major_windows
 from terrazzo.view.data.numbers import plain
 
 WINDOW: Final = 8 << 20  # bytes that are read at a time

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from terrazzo.checkpoint import Checkpoint, async_save, save, verify
-from terrazzo.checkpoint.native import pump
+from terrazzo.checkpoint.native import datafile
 from terrazzo.checkpoint.stores import LocalStore, Upload
 
 
@@ -48,15 +48,15 @@ def test_writes_beside_the_main_thread_are_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hashed: list[int] = []
-    hash_at_once = pump.checksum
+    hash_at_once = datafile.checksum
 
     def counted(data: Any) -> int:
         if threading.current_thread() is not threading.main_thread():
             hashed.append(len(data))
         return hash_at_once(data)
 
-    monkeypatch.setattr(pump, "checksum", counted)
-    state_of = pump.xxhash.xxh3_64
+    monkeypatch.setattr(datafile, "checksum", counted)
+    state_of = datafile.xxhash.xxh3_64
 
     class State:
         """The state of a hash, which cannot be patched."""
@@ -72,7 +72,7 @@ def test_writes_beside_the_main_thread_are_few(
         def intdigest(self) -> int:
             return self._state.intdigest()
 
-    monkeypatch.setattr(pump.xxhash, "xxh3_64", State)
+    monkeypatch.setattr(datafile.xxhash, "xxh3_64", State)
     whole = torch.arange(count * torch.Size(shape).numel(), dtype=torch.int64).to(torch.uint8)
     state = {f"t{i}": part.view(shape) for i, part in enumerate(whole.chunk(count))}
     save(state, checkpoint_id=tmp_path / "sync", no_dist=True)

@@ -19,16 +19,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from terrazzo.checkpoint.formats import dcp_metadata
-from terrazzo.checkpoint.formats.checking import Value, check_file
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.registry import check_is_found, import_all
-from terrazzo.checkpoint.formats.safetensors_header import Header, read_header
 from terrazzo.checkpoint.formats.source import Source, copy_checkpoint
 from terrazzo.checkpoint.formats.table import StoredBox, TableReader
-from terrazzo.checkpoint.formats.torch_archive import StoredTensor, is_archive, open_archive
-from terrazzo.checkpoint.formats.torch_writing import write_archive
-from terrazzo.checkpoint.formats.zip_reading import Window
+from terrazzo.checkpoint.formats.torch_archive import StoredTensor, open_archive
+from terrazzo.checkpoint.formats.torch_save import write_archive
+from terrazzo.checkpoint.formats.windows import Header, Value, Window, check_file, is_archive, read_header
 from terrazzo.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -43,11 +41,10 @@ from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.root import TENSOR
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.native.spans import StoredChunk
-from terrazzo.checkpoint.plan.global_plan import merged_entries
 from terrazzo.checkpoint.planner import TensorWriteData
 from terrazzo.checkpoint.storage import StorageReader, WriteResult
 from terrazzo.checkpoint.stores import Place, Store, Upload, is_url, store_at
-from terrazzo.checkpoint.torch_api.items import item_of
+from terrazzo.checkpoint.torch_api.items import item_of, merged_entries
 from terrazzo.checkpoint.torch_api.writers import RowWriter
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 

@@ -12,7 +12,6 @@ import torch
 
 from terrazzo.checkpoint.formats.format import Writing
 from terrazzo.checkpoint.metadata import Metadata, TensorStorageMetadata
-from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.format import SEAL
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
@@ -23,7 +22,7 @@ from terrazzo.checkpoint.stores import Place, Store, Upload
 from terrazzo.checkpoint.torch_api.readers import Boxes
 from terrazzo.checkpoint.torch_api.writers import RowWriter
 from terrazzo.errors import CheckpointError, CheckpointExistsError, UnsupportedValueError
-from terrazzo.layout.box import Box, boxes_of_flat_range
+from terrazzo.layout.box import Box, boxes_of_flat_range, row_major_windows
 
 _PIECE: Final = 16 << 20  # bytes in memory at a time while a tensor is copied
 _CHUNK: Final = 256 << 20  # larger chunks are copied in parts

@@ -20,16 +20,11 @@ import torch
 from terrazzo.checkpoint.formats import unpickle
 from terrazzo.checkpoint.formats.table import StoredBox, chunk_at, read_chunk
 from terrazzo.checkpoint.formats.unpickle import Call
-from terrazzo.checkpoint.formats.zip_reading import Window, WindowStream, ZipDirectory
+from terrazzo.checkpoint.formats.windows import Window, WindowStream, ZipDirectory, is_zip
 from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, UnsafePickleError
 from terrazzo.layout.box import Box
 
-_ZIP: Final = b"PK\x03\x04"
-_PICKLE: Final = b"\x80"
-_PROTOCOLS: Final = (b"\x02", b"\x03", b"\x04", b"\x05")
-_MAGIC_NUMBER: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of _LEGACY_MAGIC, after its protocol
-START: Final = 32
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL: Final = 1001
 _EXPANDED: Final = 64 << 20  # bytes by which a tensor in a value may be larger than what is stored of it
@@ -136,22 +131,9 @@ def replace_tensors(value: Any, replacement: Callable[[StoredTensor], Any]) -> A
     return value
 
 
-def is_archive(window: Window) -> bool:
-    """Whether a window begins like a file of `torch.save`."""
-    return is_start_of_archive(window.read(0, min(START, window.length)))
-
-
-def is_start_of_archive(start: bytes) -> bool:
-    """Whether bytes are the beginning of what `torch.save` writes, given `START` of them or all there are.
-
-    A pickle's first byte alone says nothing: it may be that of a length, with which safetensors begins.
-    """
-    return start.startswith(_ZIP) or (start[:1] == _PICKLE and start[1:2] in _PROTOCOLS and _MAGIC_NUMBER in start)
-
-
 def open_archive(window: Window, names: unpickle.Names | None = None) -> Archive:
     """Open a file of `torch.save` in a window of a file; its pickle may refer to `names`, default `TORCH_NAMES`."""
-    opened = _open_zip if window.read(0, min(4, window.length)) == _ZIP else _open_legacy
+    opened = _open_zip if is_zip(window) else _open_legacy
     return opened(window, TORCH_NAMES if names is None else names)
 
 

@@ -1,32 +1,45 @@
-"""Files of `torch.save`, as one of the formats; only what is requested is read."""
+"""Files of `torch.save`, as one of the formats; only what is requested is read.
+
+To be written a value is pickled as `torch.save` does it. Its tensors may be `PendingTensor`s, whose bytes are asked for
+only when their turn comes, so that a file larger than memory can be written.
+"""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Callable
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, ClassVar, Final
 
 import torch
 
-from terrazzo.checkpoint.formats.checking import check_file
+from terrazzo._torch.saving import rebuild_parameter, rebuild_tensor, rebuild_typed
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.source import Source, make_ready, new_file
 from terrazzo.checkpoint.formats.table import StoredBox, TableReader, tensor_entry
 from terrazzo.checkpoint.formats.torch_archive import (
+    STORAGE_TYPES,
     Archive,
     StoredTensor,
-    is_start_of_archive,
     open_archive,
     replace_tensors,
 )
-from terrazzo.checkpoint.formats.torch_writing import PendingTensor, write_archive
-from terrazzo.checkpoint.formats.zip_reading import Window
+from terrazzo.checkpoint.formats.windows import Window, check_file, is_start_of_archive
 from terrazzo.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import FileEntry
+from terrazzo.checkpoint.native.spans import strides_of
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store, set_element
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place
+from terrazzo.checkpoint.stores.base import Upload
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 
 
@@ -135,3 +148,152 @@ def _tree(source: Source, how: Writing) -> dict[str, Any]:
             value = source.whole(name)
         set_element(tree, source.paths.get(name, (name,)), value)
     return tree
+
+
+# ------------------------------------------------------------------ writing what `torch.load` reads
+
+
+_ALIGNMENT: Final = 64  # of the contents, so that PyTorch can map a file into memory
+_TOGETHER: Final = 1 << 20  # bytes gathered before they are written
+# dtypes that have a storage class of their own; PyTorch writes the others as untyped storages.
+_STORAGES: Final = {dtype: getattr(torch, name) for name, dtype in STORAGE_TYPES.items() if name != "UntypedStorage"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingTensor:
+    """A tensor to be written whose row-major bytes come in pieces, each good until the next is asked for."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[memoryview]]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instance:
+    """An object to be written whose class need not be installed here; its attributes are all there is to it.
+
+    Args:
+        kind: the class: its module and its name.
+    """
+
+    kind: tuple[str, str]
+    attributes: Mapping[str, Any]
+
+
+def write_archive(file: Upload, start: int, value: Any, folder: str = "archive") -> int:
+    """Write `value` as `torch.save` would, from `start` on; the position after it."""
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(value)
+    sink = _UploadFile(file, start)
+    buffered = io.BufferedWriter(sink, _TOGETHER)
+    try:
+        with zipfile.ZipFile(buffered, "w") as archive:
+            _add(archive, f"{folder}/data.pkl", [stream.getbuffer()], len(stream.getbuffer()))
+            _add(archive, f"{folder}/byteorder", [b"little"], 6)
+            for key, tensor in enumerate(pickler.tensors):
+                pieces = tensor.pieces() if isinstance(tensor, PendingTensor) else [bytes_of(tensor)]
+                _add(archive, f"{folder}/data/{key}", pieces, tensor.nbytes)
+            _add(archive, f"{folder}/version", [b"3\n"], 2)
+        buffered.flush()
+    except BaseException:
+        sink.failed = True
+        raise
+    return sink.position
+
+
+def _add(archive: zipfile.ZipFile, name: str, pieces: Iterable[bytes | memoryview], size: int) -> None:
+    """Add a record of pieces, each of which is written before the next is asked for."""
+    record = zipfile.ZipInfo(name)  # with the same date always: equal contents give equal archives
+    record.file_size = size
+    large = size > zipfile.ZIP64_LIMIT
+    header = archive.fp.tell() + 30 + len(name.encode()) + 4 + (20 if large else 0)  # type: ignore[union-attr]
+    padding = -header % _ALIGNMENT
+    record.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
+    written = 0
+    with archive.open(record, "w", force_zip64=large) as file:
+        record.extra = b""  # the directory needs none
+        for piece in pieces:
+            written += file.write(piece)
+    if written != size:
+        raise ValueError(f"the record {name!r} should have {size} bytes, but got {written}")
+
+
+class _UploadFile(io.RawIOBase):
+    """An upload as a file that is written from one end to the other."""
+
+    def __init__(self, file: Upload, start: int) -> None:
+        self._file = file
+        self.position = start
+        self.failed = False  # what is still to be written is of no use
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if not self.failed:
+            self._file.write(self.position, [view])
+            self.position += len(view)
+        return len(view)
+
+
+@dataclass(frozen=True, slots=True)
+class _StorageId:
+    """Stands for a tensor's bytes in the pickle."""
+
+    kind: Any
+    key: str
+    numel: int
+
+
+class _Pickler(pickle._Pickler):  # the one in Python: that in C names only classes that it can import
+    dispatch: ClassVar[dict[type, Any]] = dict(vars(pickle._Pickler)["dispatch"])
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.tensors: list[torch.Tensor | PendingTensor] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, _StorageId):
+            return ("storage", value.kind, value.key, "cpu", value.numel)
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.nn.Parameter):
+            data = value.detach()
+            return rebuild_parameter, (data, value.requires_grad, OrderedDict())
+        if isinstance(value, torch.Tensor) and type(value) is torch.Tensor:
+            plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            return self._rebuild(plain, plain.dtype, tuple(plain.shape), value.requires_grad)
+        if isinstance(value, PendingTensor):
+            return self._rebuild(value, value.dtype, value.shape, False)
+        return NotImplemented
+
+    def _save_instance(self, value: Instance) -> None:
+        pickler: Any = self
+        pickler.write(pickle.GLOBAL + "{}\n{}\n".format(*value.kind).encode())
+        pickler.save(())
+        pickler.write(pickle.NEWOBJ)
+        pickler.memoize(value)
+        pickler.save(dict(value.attributes))
+        pickler.write(pickle.BUILD)
+
+    dispatch[Instance] = _save_instance
+
+    def _rebuild(
+        self, tensor: torch.Tensor | PendingTensor, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool
+    ) -> Any:
+        key = str(len(self.tensors))
+        self.tensors.append(tensor)
+        strides = strides_of(shape)
+        kind = _STORAGES.get(dtype)
+        if kind is not None:
+            storage = _StorageId(kind, key, prod(shape))
+            return rebuild_tensor, (storage, 0, shape, strides, requires_grad, OrderedDict())
+        untyped = _StorageId(torch.storage.UntypedStorage, key, prod(shape) * dtype.itemsize)
+        return rebuild_typed, (untyped, 0, shape, strides, requires_grad, OrderedDict(), dtype)

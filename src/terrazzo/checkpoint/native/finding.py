@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 
 from terrazzo.checkpoint.native.chunks import Overlap, complete_parts, overlapping
-from terrazzo.checkpoint.native.dtype_names import itemsize_of
-from terrazzo.checkpoint.native.format import checksum
+from terrazzo.checkpoint.native.format import checksum, itemsize_of
 from terrazzo.checkpoint.native.index import COLUMNS, RAW, IndexRows, decode_index, name_hash
 from terrazzo.checkpoint.native.root import TENSOR, Root, RootTensor
 from terrazzo.checkpoint.native.spans import StoredChunk, WantedBox

@@ -1,4 +1,4 @@
-"""Constants of the native format, names of its files, and its codec: see docs/format.md."""
+"""Constants of the native format, names of its files and of dtypes, and its codec: see docs/format.md."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import threading
 from math import prod
 from typing import Final
 
+import msgspec
 import numpy as np
 import xxhash
 import zstandard
 
-from terrazzo.errors import CheckpointCorruptError
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 
 MAGIC: Final = b"TERRAZZO"
 VERSION: Final = 1  # of the format: another one is not read
@@ -159,3 +160,82 @@ def decode_frame(frame: memoryview | bytes, nbytes: int, itemsize: int) -> bytes
     if itemsize == 1:
         return bytes(shuffled)
     return np.ascontiguousarray(np.frombuffer(shuffled, np.uint8).reshape(itemsize, -1).T).reshape(-1).data
+
+
+# ------------------------------------------------------------------ dtypes
+
+
+class Stored(msgspec.Struct, frozen=True, gc=False):
+    """How a dtype is stored.
+
+    Attributes:
+        itemsize: the bytes of an element.
+        code: safetensors' name of it, or of another dtype.
+        added: of another dtype, the length of the last dim that is added.
+        opaque: whether torch knows little of it but that it has bytes: integers of few bits, pairs of 4-bit floats,
+            plain bits.
+    """
+
+    itemsize: int
+    code: str
+    added: int | None = None
+    opaque: bool = False
+
+    def as_text(self, data: bytes) -> list[str]:
+        """Each element of `data` as hexadecimal digits.
+
+        >>> STORED["int4"].as_text(bytes([7, 1]))
+        ['0x07', '0x01']
+        """
+        width = self.itemsize
+        return [f"0x{data[at : at + width][::-1].hex()}" for at in range(0, len(data), width)]
+
+
+_PLAIN: Final = {
+    "float64": Stored(8, "F64"),
+    "float32": Stored(4, "F32"),
+    "float16": Stored(2, "F16"),
+    "bfloat16": Stored(2, "BF16"),
+    "int64": Stored(8, "I64"),
+    "int32": Stored(4, "I32"),
+    "int16": Stored(2, "I16"),
+    "int8": Stored(1, "I8"),
+    "uint8": Stored(1, "U8"),
+    "bool": Stored(1, "BOOL"),
+    "uint16": Stored(2, "U16"),
+    "uint32": Stored(4, "U32"),
+    "uint64": Stored(8, "U64"),
+    "float8_e4m3fn": Stored(1, "F8_E4M3"),
+    "float8_e5m2": Stored(1, "F8_E5M2"),
+    "float8_e4m3fnuz": Stored(1, "U8", 1),
+    "float8_e5m2fnuz": Stored(1, "U8", 1),
+    "float8_e8m0fnu": Stored(1, "U8", 1),
+    "complex32": Stored(4, "F16", 2),
+    "bcomplex32": Stored(4, "BF16", 2),
+    "complex64": Stored(8, "F32", 2),
+    "complex128": Stored(16, "F64", 2),
+}
+_OF_ONE_BYTE: Final = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)] + [
+    "float4_e2m1fn_x2",
+    "bits8",
+    "bits1x8",
+    "bits2x4",
+    "bits4x2",
+]
+STORED: Final = {
+    **_PLAIN,
+    **{name: Stored(1, "U8", 1, True) for name in _OF_ONE_BYTE},
+    "bits16": Stored(2, "U8", 2, True),
+}
+
+
+def itemsize_of(name: str) -> int:
+    """The bytes of an element of the dtype that has this stored name.
+
+    >>> itemsize_of("bfloat16")
+    2
+    """
+    try:
+        return STORED[name].itemsize
+    except KeyError:
+        raise CheckpointFormatError(f"the dtype {name!r} is unknown to this release") from None

@@ -17,9 +17,8 @@ from terrazzo.checkpoint.listing import Listed, Listing, corner
 from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.chunks import Chunks, Overlap, complete_parts
 from terrazzo.checkpoint.native.commit import committed_manifest
-from terrazzo.checkpoint.native.dtype_names import STORED, itemsize_of
 from terrazzo.checkpoint.native.finding import PartIndexes, gone, room_for
-from terrazzo.checkpoint.native.format import checksum, decode_frame
+from terrazzo.checkpoint.native.format import STORED, checksum, decode_frame, itemsize_of
 from terrazzo.checkpoint.native.root import TENSOR, TYPED, Root
 from terrazzo.checkpoint.native.spans import StoredChunk, spans
 from terrazzo.checkpoint.stores.base import Store

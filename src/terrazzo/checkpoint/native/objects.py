@@ -39,7 +39,7 @@ BYTES_IO: Final = 11
 NUMPY_ARRAY: Final = 20
 NUMPY_SCALAR: Final = 21
 PICKLE: Final = 127
-_OF_TORCH: Final = range(16, 20)  # PyTorch's types: see `torch_objects`, which is imported when one is met
+_OF_TORCH: Final = range(16, 20)  # PyTorch's types: see `dtypes`, which is imported when one is met
 
 _encode_plain = msgspec.msgpack.Encoder().encode
 _MAX_DEPTH = 200
@@ -114,7 +114,7 @@ class ObjectBytes(io.BytesIO):
     def _fill(self) -> None:
         if not self._filled:
             self._filled = True
-            _of_torch().save(self.value, self)
+            _of_torch().save_value(self.value, self)
             super().seek(0)
 
 
@@ -147,7 +147,7 @@ def value_of(name: str, stored: io.BytesIO, allow_pickle: bool, permit: str) -> 
     if isinstance(stored, ObjectBytes):
         return stored.value
     try:
-        return _of_torch().load(stored, allow_pickle)
+        return _of_torch().load_value(stored, allow_pickle)
     except Exception as error:
         raise UnsupportedValueError(
             f"{name}: the stored bytes cannot be read as a value ({error}); if they are a pickle and you trust the "
@@ -245,9 +245,9 @@ _UNPACK: dict[int, Callable[[Any], Any]] = {
 
 
 def _of_torch() -> Any:
-    from terrazzo.checkpoint.native import torch_objects  # imports PyTorch, which most values do without
+    from terrazzo.checkpoint.native import dtypes  # imports PyTorch, which most values do without
 
-    return torch_objects
+    return dtypes
 
 
 def _in_order(values: set[Any] | frozenset[Any]) -> list[Any]:

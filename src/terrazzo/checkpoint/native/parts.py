@@ -11,7 +11,7 @@ import numpy as np
 import zstandard
 
 from terrazzo.checkpoint.metadata import MetadataIndex
-from terrazzo.checkpoint.native.dtype_names import itemsize_of
+from terrazzo.checkpoint.native.format import itemsize_of
 from terrazzo.checkpoint.native.root import ObjectEntry, PartEntry, TensorEntry
 from terrazzo.checkpoint.storage import WriteResult
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from terrazzo.checkpoint.native.dtype_names import itemsize_of
+from terrazzo.checkpoint.native.format import itemsize_of
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.layout.box import Box
 

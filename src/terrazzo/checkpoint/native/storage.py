@@ -12,12 +12,13 @@ from typing import Final
 import torch
 
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
-from terrazzo.checkpoint.native import marker, objects
+from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.commit import Commit, committed_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import StoredPlaces, metadata_of
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
 from terrazzo.checkpoint.native.memory import bytes_of, empty
+from terrazzo.checkpoint.native.names import leave_marker
 from terrazzo.checkpoint.native.parts import PartResults
 from terrazzo.checkpoint.native.requests import Requests
 from terrazzo.checkpoint.native.root import TYPED, Root
@@ -94,7 +95,7 @@ class NativeWriter(RowWriter):
         features = ("zstd",) if self.options.compression else ()
         root, listed = commit(self.store, parts, save_id, metadata.planner_data, self._commit.put, features=features)
         self._manifest = root
-        marker.leave(self.store)
+        leave_marker(self.store)
         self._describe(metadata)
         try:
             # With the list from before the commit: what has been written since belongs to saves that have not ended.

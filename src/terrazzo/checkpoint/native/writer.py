@@ -16,7 +16,7 @@ import terrazzo
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.commit import check_written
-from terrazzo.checkpoint.native.datafile import DataFileLayout, file_header, lay_out, row_major_windows
+from terrazzo.checkpoint.native.datafile import DataFileLayout, Pump, WrittenRow, file_header, find_unchanged, lay_out
 from terrazzo.checkpoint.native.format import (
     FRAME,
     INLINE_INDEX,
@@ -29,11 +29,10 @@ from terrazzo.checkpoint.native.format import (
 from terrazzo.checkpoint.native.index import ZSTD, IndexRows, encode_index, name_hash
 from terrazzo.checkpoint.native.merging import SaveFacts, merge
 from terrazzo.checkpoint.native.parts import WrittenPart, make_part
-from terrazzo.checkpoint.native.pump import Pump, WrittenRow
-from terrazzo.checkpoint.native.reusing import find_unchanged
 from terrazzo.checkpoint.native.root import TENSOR, FileEntry, ObjectEntry, PartEntry, Root
 from terrazzo.checkpoint.native.rows import Form, Row
 from terrazzo.checkpoint.stores.base import Entry, Store, Upload
+from terrazzo.layout.box import row_major_windows
 
 _FILES_AT_ONCE: Final = 4
 _WORTH_COMPRESSING: Final = 1024  # bytes

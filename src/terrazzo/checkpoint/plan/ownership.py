@@ -28,13 +28,12 @@ import numpy as np
 import torch
 import xxhash
 
-from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import TENSOR
 from terrazzo.checkpoint.native.rows import Row, form_of
 from terrazzo.errors import CheckpointError, DivergentValueError, DivergentValueWarning
-from terrazzo.layout.box import Box
+from terrazzo.layout.box import Box, row_major_windows
 from terrazzo.layout.chunking import chunk_span
 
 _NAMED = 10

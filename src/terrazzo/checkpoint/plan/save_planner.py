@@ -25,14 +25,13 @@ from terrazzo.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
 )
-from terrazzo.checkpoint.native import marker
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.memory import same_memory
+from terrazzo.checkpoint.native.names import for_torch
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.native.root import TENSOR, TYPED
 from terrazzo.checkpoint.native.rows import NO_FORM, Form, Row, form_of, object_row
 from terrazzo.checkpoint.plan.flatten import PerRank, flatten_state_dict, matches_any, name_on_rank, paths_to_store
-from terrazzo.checkpoint.plan.global_plan import deduplicated, merged_metadata
 from terrazzo.checkpoint.plan.ownership import Agreement, Claim, digests_of_tensors
 from terrazzo.checkpoint.plan.sharded import (
     OWN_MEMORY,
@@ -43,7 +42,7 @@ from terrazzo.checkpoint.plan.sharded import (
     local_chunks,
 )
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from terrazzo.checkpoint.torch_api.items import item_of, rows_of
+from terrazzo.checkpoint.torch_api.items import deduplicated, item_of, merged_metadata, rows_of
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
@@ -324,7 +323,7 @@ class DefaultSavePlanner(SavePlanner):
             if claim.holders is None and row.value is not None and not claim.lowest and len(self.ranks) > 1
         ]
         contents = _digests_of([rows[place].value for place in compared])
-        programs_of_torch = marker.for_torch()  # PyTorch writes any rank's value, and says nothing
+        programs_of_torch = for_torch()  # PyTorch writes any rank's value, and says nothing
         for place, content in zip(compared, contents, strict=True):
             lenient = programs_of_torch or _is_lenient(claims[place].name, rows[place].value)
             claims[place] = msgspec.structs.replace(claims[place], content=content, lenient=lenient)

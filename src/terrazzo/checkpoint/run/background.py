@@ -34,7 +34,6 @@ from terrazzo.errors import CheckpointError, PublishError
 _NEEDED: Final = (
     "numpy.ma",
     "terrazzo.checkpoint.formats.torch_storage",
-    "terrazzo.checkpoint.native.torch_objects",
     "torch.utils.serialization.config",
 )
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
-from terrazzo.checkpoint.native import marker
+from terrazzo.checkpoint.native.names import as_told, for_torch
 from terrazzo.checkpoint.run.coordination import Failure, Team, with_plane
 from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.checkpoint.run.staging import HostMemory, Skeleton, carve, layout_of, put_together, take_apart
@@ -48,7 +48,7 @@ class _Order:
     limit: timedelta | None
     parcel: Parcel
     new_buffer: bool  # shared memory follows; if not, it is the same as last time
-    for_torch: bool  # see native.marker
+    for_torch: bool  # see native.names
 
 
 class _Meeting(msgspec.Struct, array_like=True, frozen=True):
@@ -113,7 +113,7 @@ class ProcessSaver:
             None if session.team.plane is None else session.team.plane.timeout,
             parcel,
             buffer is not self._sent,
-            marker.for_torch(),
+            for_torch(),
         )
         # Not `send`: it would move tensors of the planner, the writer and the values to shared memory, also for the
         # caller. Only the buffer should be there.
@@ -188,7 +188,7 @@ def _outcome(order: _Order, buffer: torch.Tensor | None, ranks: tuple[int, ...],
         session = order.session
         if len(ranks) > 1:
             session.team = with_plane(session.team, lambda: _plane_of(ranks, order.limit))
-        with marker.as_told(order.for_torch):
+        with as_told(order.for_torch):
             return pickle.dumps(session.run(lambda: _unpack(order.parcel, buffer)))
     except BaseException as error:
         error.__traceback__ = None

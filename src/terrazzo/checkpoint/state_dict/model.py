@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from terrazzo.checkpoint.state_dict import interop
-from terrazzo.checkpoint.state_dict.broadcast import broadcast_state
 from terrazzo.checkpoint.state_dict.names import Names
 from terrazzo.checkpoint.state_dict.options import StateDictOptions, ValueType, checked, submodule_prefixes
 from terrazzo.checkpoint.state_dict.tensors import (
+    broadcast_state,
     gathered,
     is_distributed,
     laid_out_like,

@@ -15,7 +15,6 @@ from torch import nn
 
 from terrazzo._torch.modules import keys_found
 from terrazzo.checkpoint.state_dict import interop
-from terrazzo.checkpoint.state_dict.broadcast import broadcast_state
 from terrazzo.checkpoint.state_dict.lazy_state import complete_state
 from terrazzo.checkpoint.state_dict.model import (
     finished,
@@ -34,6 +33,7 @@ from terrazzo.checkpoint.state_dict.options import (
     as_tuple,
     checked,
 )
+from terrazzo.checkpoint.state_dict.tensors import broadcast_state
 from terrazzo.errors import CheckpointError, CheckpointMismatchError
 
 

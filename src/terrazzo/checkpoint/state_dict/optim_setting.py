@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.state_dict.broadcast import broadcast_state
 from terrazzo.checkpoint.state_dict.lazy_state import initial_state
 from terrazzo.checkpoint.state_dict.names import Names
 from terrazzo.checkpoint.state_dict.options import StateDictOptions
-from terrazzo.checkpoint.state_dict.tensors import is_distributed, laid_out_like, write_full
+from terrazzo.checkpoint.state_dict.tensors import broadcast_state, is_distributed, laid_out_like, write_full
 from terrazzo.errors import CheckpointError, CheckpointMismatchError
 
 STATE = "state"

@@ -10,11 +10,11 @@ from typing import Any, Final
 import torch
 
 from terrazzo.checkpoint.listing import in_order
-from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
 from terrazzo.checkpoint.native.objects import encode
 from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor
 from terrazzo.errors import CheckpointError, UnsupportedValueError
+from terrazzo.layout.box import row_major_windows
 
 _WINDOW: Final = 8 << 20  # bytes that are compared at a time
 _SMALL: Final = 1 << 20  # tensors up to this size are read many at once

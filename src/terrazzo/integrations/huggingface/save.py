@@ -11,8 +11,7 @@ from torch import nn
 
 from terrazzo.checkpoint import save
 from terrazzo.checkpoint.formats.huggingface import HuggingFaceWriter, lay_out
-from terrazzo.checkpoint.formats.huggingface.files import STEM
-from terrazzo.checkpoint.formats.huggingface.layout import About
+from terrazzo.checkpoint.formats.huggingface.layout import STEM, About
 from terrazzo.checkpoint.plan.sharded import check_storable, is_sharded
 from terrazzo.checkpoint.state_dict.names import state_of
 from terrazzo.checkpoint.stores import Place, Store

@@ -22,7 +22,7 @@ from terrazzo.checkpoint.formats.deepspeed.writing import (
     write_file,
 )
 from terrazzo.checkpoint.formats.source import Source
-from terrazzo.checkpoint.formats.torch_writing import PendingTensor
+from terrazzo.checkpoint.formats.torch_save import PendingTensor
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.plan.flatten import set_element

@@ -35,7 +35,7 @@ from terrazzo.checkpoint.formats.deepspeed.partitions import (
     sub_groups,
 )
 from terrazzo.checkpoint.formats.source import new_file
-from terrazzo.checkpoint.formats.torch_writing import Instance, write_archive
+from terrazzo.checkpoint.formats.torch_save import Instance, write_archive
 from terrazzo.checkpoint.native.commit import check_written
 from terrazzo.checkpoint.stores import ABSENT, LocalStore, Place, Store
 from terrazzo.errors import CheckpointExistsError, ConflictError, UnsupportedValueError

@@ -15,14 +15,6 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.formats.deepspeed.contents import (
-    Contents,
-    Shapes,
-    group_of,
-    names_by_group,
-    shapes_of,
-    steps_in,
-)
 from terrazzo.checkpoint.formats.deepspeed.experts import (
     expert_tensors,
     has_experts,
@@ -31,23 +23,29 @@ from terrazzo.checkpoint.formats.deepspeed.experts import (
     stacked_name,
 )
 from terrazzo.checkpoint.formats.deepspeed.files import (
+    Contents,
     Files,
     FileTensor,
     OpenFile,
     Part,
+    Shapes,
     entry,
     find_files,
+    group_of,
     in_file,
     joined,
     layer_files,
+    names_by_group,
+    shapes_of,
+    steps_in,
     tensor_parallel,
 )
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, in_one_line, one_by_one, out_of_turns
 from terrazzo.checkpoint.formats.table import Asked, read_rows
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
-from terrazzo.checkpoint.native.datafile import row_major_windows
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.layout.box import row_major_windows
 
 
 def read_partitioned(folder: Place) -> Contents:

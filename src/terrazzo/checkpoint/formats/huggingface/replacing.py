@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Final
 
-from terrazzo.checkpoint.formats.huggingface import files
+from terrazzo.checkpoint.formats.huggingface.layout import index_name, is_shard, read_index, single_name
 from terrazzo.checkpoint.native.commit import Commit, by_save, ended, remove_ended, temporary_of
 from terrazzo.checkpoint.native.format import SEAL, lease_name, save_of
 from terrazzo.checkpoint.run.events import LOGGER
@@ -64,7 +64,7 @@ class Replacing:
         self._store = store
         self._stem = stem
         self._id = save_id
-        self._index, self._single_name = files.index_name(stem), files.single_name(stem)
+        self._index, self._single_name = index_name(stem), single_name(stem)
         # First of all, because a save that commits from now on conflicts with this one.
         self.index = Commit(store, self._index)
         self.index.begin(overwrite=overwrite, most=SMALL)
@@ -147,17 +147,17 @@ class Replacing:
         return self._store.present(self._index)
 
     def _shards(self) -> set[str]:
-        return {entry.key for entry in self._store.list(self._stem) if files.is_shard(entry.key, self._stem)}
+        return {entry.key for entry in self._store.list(self._stem) if is_shard(entry.key, self._stem)}
 
     def _shards_named(self) -> set[str]:
         """The files that the index names that is there now."""
         if isinstance(self.index.replacing, Absent):
             return set()
         try:
-            named = set(files.read_index(self._store, self._index).values())
+            named = set(read_index(self._store, self._index).values())
         except (CheckpointCorruptError, FileNotFoundError):
             return set()
-        return {name for name in named if files.is_shard(name, self._stem)}
+        return {name for name in named if is_shard(name, self._stem)}
 
     def _others_save(self) -> bool:
         """Whether another save to this place is under way: its shards are not named yet."""

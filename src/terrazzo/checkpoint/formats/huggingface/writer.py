@@ -24,8 +24,17 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from terrazzo.checkpoint.formats.huggingface import files
-from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, lay_out, runs_of
+from terrazzo.checkpoint.formats.huggingface.layout import (
+    STEM,
+    About,
+    Layout,
+    encode_index,
+    index_name,
+    lay_out,
+    runs_of,
+    shard_name,
+    single_name,
+)
 from terrazzo.checkpoint.formats.huggingface.replacing import Replacing, part_name, parts_of
 from terrazzo.checkpoint.formats.huggingface.streamed import write_streamed
 from terrazzo.checkpoint.formats.registry import check_is_found, import_all
@@ -70,7 +79,7 @@ class HuggingFaceWriter(RowWriter):
         layout: Layout | None = None,
         *,
         make_layout: Callable[[Mapping[str, About]], Layout] = lay_out,
-        stem: str = files.STEM,
+        stem: str = STEM,
         beside: Mapping[str, bytes] | None = None,
         always_index: bool = False,
         process_group: Any = None,
@@ -225,11 +234,11 @@ class HuggingFaceWriter(RowWriter):
 
     @property
     def _index(self) -> str:
-        return files.index_name(self._stem)
+        return index_name(self._stem)
 
     @property
     def _single_name(self) -> str:
-        return files.single_name(self._stem)
+        return single_name(self._stem)
 
     @property
     def _known_layout(self) -> Layout:
@@ -249,7 +258,7 @@ class HuggingFaceWriter(RowWriter):
         if self._is_single:
             return self._single_name
         save_id = "" if self.save_id.endswith(_USUAL) else self._id
-        return files.shard_name(number, len(self._known_layout.files), self._stem, save_id)
+        return shard_name(number, len(self._known_layout.files), self._stem, save_id)
 
     # -------------------------------------------------------------- writing
 
@@ -346,7 +355,7 @@ class HuggingFaceWriter(RowWriter):
                     self._own.update(finals)
                     self._store.rename({self._part(number): name for number, name in enumerate(finals)})
                 weight_map = {name: finals[slot.file] for name, slot in layout.slots.items()}
-                content = files.encode_index(weight_map, layout.total_size)
+                content = encode_index(weight_map, layout.total_size)
                 index = replacing.index.put(content)
             self._committed = True  # what fails from now on leaves the new checkpoint there
             replacing.remove_replaced(finals, index)
