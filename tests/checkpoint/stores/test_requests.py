@@ -153,7 +153,7 @@ def test_a_checkpoint_that_is_replaced_under_a_reader_says_so(tmp_path: Path) ->
 class Several(Pace):
     """Wants as many threads as there may be, from the beginning."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, first: int) -> None:
         super().__init__(1)
         self.threads = most
 

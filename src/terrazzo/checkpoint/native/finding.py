@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
+from terrazzo._threads import results_of
 from terrazzo.checkpoint.native.chunks import Overlap, complete_parts, overlapping
 from terrazzo.checkpoint.native.format import checksum, itemsize_of
 from terrazzo.checkpoint.native.index import COLUMNS, RAW, IndexRows, decode_index, name_hash
 from terrazzo.checkpoint.native.root import TENSOR, Root, RootTensor
 from terrazzo.checkpoint.native.spans import StoredChunk, WantedBox
-from terrazzo.checkpoint.stores.base import Request, Store
+from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
@@ -189,19 +191,20 @@ class PartIndexes:
                 in_files.append((entry.index_file, entry.index_size, part))
             else:
                 self._rows[part] = decode_index(entry.index, self.root.source) if entry.index else _no_rows()
-        source = self.root.source
-        requests = (Request(key, 0, [room_for(self._store, key, size)], part) for key, size, part in sorted(in_files))
+        source, read = self.root.source, self._store.read_at
         try:
-            for request in self._store.read(requests):
-                part, buffer = request.owner, request.buffers[0]
-                self.bytes_read += len(buffer)
-                if checksum(buffer) != self.root.head.parts[part].index_sum:
-                    raise CheckpointCorruptError(f"{source}: the index in {request.key} is damaged")
-                self._rows[part] = decode_index(buffer, f"{source}/{request.key}")
+            rooms = [(part, key, room_for(self._store, key, size)) for key, size, part in sorted(in_files)]
+            reads = [partial(read, key, 0, room) for _, key, room in rooms]
+            results_of(reads, self._store.caps.depth, "terrazzo-read")
         except FileNotFoundError as error:
             raise gone(source, error) from error
         except EOFError as error:
             raise CheckpointCorruptError(f"an index is shorter than the checkpoint says: {error}") from error
+        for part, key, room in rooms:
+            self.bytes_read += len(room)
+            if checksum(room) != self.root.head.parts[part].index_sum:
+                raise CheckpointCorruptError(f"{source}: the index in {key} is damaged")
+            self._rows[part] = decode_index(room, f"{source}/{key}")
 
     def _in_part(self, part: int, sought: list[_Sought]) -> list[WantedBox]:
         rows = self._rows[part]

@@ -5,7 +5,8 @@ made as the store can take them, so what is held at once is bounded; what has ar
 checksums while it is in the cache, and copied to where it belongs.
 
 A store of files is read by as many threads as make it faster, which is measured while they read: one is enough for two
-processors and a disk of their own, sixteen are not too many for a file system behind a network.
+processors and a disk of their own, sixteen are not too many for a file system behind a network. An object store, which
+takes its time for each answer, is read by several from the beginning. Threads end with the read.
 """
 
 from __future__ import annotations
@@ -92,10 +93,10 @@ class _Batch(msgspec.Struct, eq=False):
 
 
 class Pace:
-    """How many threads should read: twice as many, up to `most`, for as long as that is faster.
+    """How many threads should read: `first`, then twice as many, up to `most`, for as long as that is faster.
 
     >>> times = iter([0.0, 1.0, 1.5, 2.5])  # the second thread makes it twice as fast, four are as fast as two
-    >>> pace = Pace(16, lambda: next(times))
+    >>> pace = Pace(16, clock=lambda: next(times))
     >>> pace.begin()
     >>> for nbytes in (_MEASURED, 2 * _MEASURED, 4 * _MEASURED):
     ...     pace.read(nbytes)
@@ -105,11 +106,11 @@ class Pace:
     2
     """
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.threads = 1
+    def __init__(self, most: int, first: int = 1, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.threads = first
         self._most = most
         self._clock = clock
-        self._settled = most == 1
+        self._settled = most == first
         self._fastest = 0.0  # bytes per second, of half as many threads
         self._nbytes = 0  # since then
         self._since = 0.0
@@ -149,7 +150,7 @@ class Requests:
         self._spans: dict[Any, list[Span]] = {}  # the same for all items of one box, shape and dtype
         self._spare: list[_Buffer] = []  # free buffers
         self._skipped = memoryview(bytearray(self._gap))  # memory for the bytes between runs, which are discarded
-        self._pace = Pace(store.caps.readers)
+        self._pace = Pace(store.caps.readers, min(store.caps.depth, store.caps.readers))
         self._turn = threading.Lock()  # of the threads that read, to take a request and to count what has been read
         self.bytes_read = 0
 
@@ -161,24 +162,25 @@ class Requests:
         self._pace.begin()
 
         def own(number: int) -> Iterator[Request]:
-            """What a thread carries out: the next request, until there are none or the thread is one too many."""
+            """What a thread carries out: the next request, until there are none or the thread is one too many. For the
+            requests after it another thread begins, if there may be more."""
             while number < self._pace.threads and not errors:
                 with self._turn:
                     request = next(requests, None)
-                if request is None:
-                    return
+                    if request is None:
+                        return
+                    if len(others) + 1 < self._pace.threads:
+                        thread = threading.Thread(
+                            target=_as_this_thread(), args=(work, len(others) + 1), name="terrazzo-read"
+                        )
+                        others.append(thread)
+                        thread.start()
                 yield request
 
         def work(number: int) -> None:
             try:
                 for request in self._store.read(own(number)):
                     self._take(request)
-                    if number == 0 and len(others) + 1 < self._pace.threads:
-                        as_here = _as_this_thread()
-                        for more in range(len(others) + 1, self._pace.threads):
-                            thread = threading.Thread(target=as_here, args=(work, more), name="terrazzo-read")
-                            thread.start()
-                            others.append(thread)
             except BaseException as error:  # noqa: B036  # raised below
                 errors.append(self._explained(error))
 

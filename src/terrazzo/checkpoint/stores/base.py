@@ -58,7 +58,8 @@ class Capabilities:
         request_bytes: about how many bytes one request should read.
         direct_bytes: the same, if all of them go where they belong and need no buffer; None: as many.
         gap: the most bytes between two ranges that are read along instead of making another request.
-        depth: the number of requests at a time.
+        depth: the number of requests at a time: from the beginning so many threads read, if there may be (`readers`);
+            else one call of `read` makes so many at a time itself.
         readers: the most threads that read at once, each by a call of `read`; as many are used as make it faster.
     """
 

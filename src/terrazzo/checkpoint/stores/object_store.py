@@ -19,12 +19,9 @@ from __future__ import annotations
 import copy
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import lru_cache, partial
-from queue import Empty, SimpleQueue
 from typing import Any, Final, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
@@ -74,7 +71,7 @@ class ObjectStore(Store):
     's3://bucket/run/step-100'
     """
 
-    caps = Capabilities(in_place=False, file_bytes=16 << 20, request_bytes=20 << 20, gap=512 << 10, depth=8)
+    caps = Capabilities(in_place=False, file_bytes=16 << 20, request_bytes=20 << 20, gap=512 << 10, depth=8, readers=8)
 
     def __init__(self, url: str, *, lease_seconds: float = LEASE_SECONDS, **settings: Any) -> None:
         self._url = url.rstrip("/")
@@ -125,51 +122,9 @@ class ObjectStore(Store):
         return ScatteredUpload(send)
 
     def read(self, requests: Iterable[Request]) -> Iterator[Request]:
-        todo: SimpleQueue[Request | None] = SimpleQueue()
-        done: SimpleQueue[tuple[Request, BaseException | None]] = SimpleQueue()
-        workers: list[threading.Thread] = []
-        under_way = 0
-
-        def work() -> None:
-            while (request := todo.get()) is not None:
-                try:
-                    self._fetch(request)
-                except BaseException as error:  # noqa: B036  # raised where the request is waited for
-                    done.put((request, error))
-                else:
-                    done.put((request, None))
-
-        def arrived() -> Request:
-            nonlocal under_way
-            request, error = done.get()
-            under_way -= 1
-            if error is not None:
-                raise error
-            return request
-
-        try:
-            for request in requests:
-                while under_way >= self.caps.depth:
-                    yield arrived()
-                under_way += 1
-                if under_way > len(workers):
-                    worker = threading.Thread(target=work, name="terrazzo-read")
-                    worker.start()
-                    workers.append(worker)
-                todo.put(request)
-            while under_way:
-                yield arrived()
-        finally:
-            with suppress(Empty):  # requests that are no longer needed
-                while True:
-                    todo.get_nowait()
-            for _ in workers:
-                todo.put(None)
-            for worker in workers:
-                worker.join()
-
-    def read_at(self, key: str, start: int, *buffers: memoryview) -> None:
-        self._fetch(Request(key, start, buffers))
+        for request in requests:
+            self._fetch(request)
+            yield request
 
     def _fetch(self, request: Request) -> None:
         """Carry out one request; bytes are copied to their destination as they arrive."""
