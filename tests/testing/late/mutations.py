@@ -414,19 +414,19 @@ MUTATIONS = (
         f"{_SAVE}.native.requests:Requests._take", saving.check_loading, "torch._foreach_copy_(targets, staged)", "pass"
     ),
     Mutation(
-        f"{_PUBLISH}.snapshot:copy_into",
+        f"{_PUBLISH}.host_copy:copy_into",
         saving.check_publishing_through_a_channel,
         "as_bytes(target).copy_(as_bytes(source))",
         "as_bytes(target).copy_(as_bytes(source), non_blocking=True)",
     ),
     Mutation(
-        f"{_PUBLISH}.snapshot:copy_into",
+        f"{_PUBLISH}.host_copy:copy_into",
         saving.check_publishing_in_bfloat16,
         ".to(target.dtype))",
         ".to(target.dtype), non_blocking=True)",
     ),
     Mutation(
-        f"{_PUBLISH}.snapshot:Snapshot.take", saving.check_publishing, "copy_into(target, part.data)", "target.zero_()"
+        f"{_PUBLISH}.host_copy:Snapshot.take", saving.check_publishing, "copy_into(target, part.data)", "target.zero_()"
     ),
     Mutation(
         f"{_PUBLISH}.host_copy:HostCopy.apply",
@@ -453,7 +453,7 @@ MUTATIONS = (
         "pass",
     ),
     Mutation(
-        f"{_PUBLISH}.transfer:packed",
+        f"{_PUBLISH}.channel:packed",
         saving.check_publishing_through_a_channel,
         "as_bytes(view).copy_(as_bytes(tensor[each.box.relative_to(box).slices()]))",
         "view.zero_()",

@@ -146,9 +146,7 @@ class ZipDirectory:
 _ZIP: Final = b"PK\x03\x04"
 _PICKLE: Final = b"\x80"
 _PROTOCOLS: Final = (b"\x02", b"\x03", b"\x04", b"\x05")
-_MAGIC_NUMBER: Final = (
-    b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of torch.save's magic number, after its protocol
-)
+_MAGIC_NUMBER: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of torch.save's number, after its protocol
 START: Final = 32
 
 

@@ -2,7 +2,7 @@
 
     1. every rank plans what it could write, and sends the coordinator a small message
     2. usually each rank computes which part it writes (`ownership`); if the planner or the storage needs the plans
-       of all ranks, the coordinator does (`global_plan`)
+       of all ranks, the coordinator does (`torch_api.items`)
     3. every rank writes its part, durably
     4. when all have, the coordinator commits the checkpoint by one atomic operation
 
