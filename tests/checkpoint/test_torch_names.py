@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import planner_helpers as their_helpers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import terrazzo.checkpoint
 from ranks import device_type, run_ranks
 from terrazzo.checkpoint import (
     AsyncCheckpointerType,
@@ -216,3 +217,20 @@ def test_the_exception_travels_with_its_failures(tmp_path: Path) -> None:
         save({"x": object()}, checkpoint_id=tmp_path / "x")
     copy = pickle.loads(pickle.dumps(caught.value))
     assert str(copy) == str(caught.value) and list(copy.failures) == [0] and isinstance(copy, CheckpointError)
+
+
+# What PyTorch keeps to itself, and what depends on how its own formats are written.
+NOT_OURS = {"serialization_format", "state_dict_cache", "rank", "use_collectives", "transforms"}
+
+
+@pytest.mark.parametrize("name", ["FileSystemReader", "FileSystemWriter", "DefaultLoadPlanner", "DefaultSavePlanner"])
+def test_new_objects_have_what_those_of_pytorch_have(tmp_path: Path, name: str) -> None:
+    """Classes built on them read it before anything is set up, as S3's reader does in `prepare_local_plan`."""
+    place = [tmp_path] if name.startswith("File") else []
+    modules = (dcp, terrazzo.checkpoint)
+    they, we = (getattr(module, name)(*place) for module in modules)
+    public = {each for each in vars(they) if not each.startswith("_")}
+    assert {each for each in public if not hasattr(we, each)} <= NOT_OURS
+    if name == "FileSystemReader":
+        assert we.storage_data == they.storage_data == {}
+        assert we.fs.exists(tmp_path)

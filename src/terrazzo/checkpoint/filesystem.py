@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,11 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
         self._sync_files = value
         self.store = self._open_store(self.path)
 
+    @cached_property
+    def fs(self) -> Any:
+        """PyTorch's view of the folder, for classes built on this one; ours uses `store`."""
+        return writer_of_torch(self.path).fs
+
     @property
     def transforms(self) -> Any:
         """What PyTorch's writer does to its streams: nothing. Subclasses that write PyTorch's files pass it on."""
@@ -129,6 +135,11 @@ class FileSystemReader(NativeReader):
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None, *, verify: bool = True) -> None:
         super().__init__(store_at(path), verify=verify)
         self.path = _path(path)
+
+    @cached_property
+    def fs(self) -> Any:
+        """As of `FileSystemWriter`."""
+        return writer_of_torch(self.path).fs
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:

@@ -7,7 +7,7 @@ import logging
 import os
 import uuid
 from collections.abc import Collection, Iterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -168,6 +168,8 @@ class NativeReader(TargetReader):
         self.verify = verify
         self._manifest: Root | None = None
         self.load_id = uuid.uuid4().hex[:12]  # of the load that is under way
+        # Where things are, as PyTorch's readers have it, for classes built on this one.
+        self.storage_data: Any = {}
         # Kept from one read to the next: indexes, and which files have been checked.
         self._opened: tuple[PartIndexes, Requests] | None = None
 
@@ -203,7 +205,7 @@ class NativeReader(TargetReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         super().set_up_storage_reader(metadata, is_coordinator)
-        self.storage_data = metadata.storage_data  # as PyTorch's readers have it, for classes built on this one
+        self.storage_data = metadata.storage_data
         if isinstance(metadata.storage_data, StoredPlaces):
             self._manifest = metadata.storage_data.root
 

@@ -92,6 +92,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.allow_pickle = allow_pickle
         self.missing: tuple[str, ...] = ()
         self.rank = 0
+        self.original_state_dict: STATE_DICT_TYPE = {}
         self.mappings: dict[str, tuple[Any, ...]] = {}
         self._targets: dict[MetadataIndex, torch.Tensor] = {}  # only if items are wanted
         self._materialised: dict[str, torch.Tensor] = {}

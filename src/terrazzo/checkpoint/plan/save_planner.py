@@ -107,6 +107,7 @@ class DefaultSavePlanner(SavePlanner):
         self.allow_pickle = allow_pickle
         self.rank = 0
         self.ranks: tuple[int, ...] = (0,)
+        self.mappings: dict[str, tuple[Any, ...]] = {}
         self._per_rank = tuple(per_rank)
         self.lowest_rank_wins = tuple(lowest_rank_wins)
         self._split_from = split_from
@@ -137,7 +138,7 @@ class DefaultSavePlanner(SavePlanner):
         if isinstance(storage_meta, bool):  # planners for PyTorch before 2.3 pass is_coordinator here
             is_coordinator = storage_meta
             storage_meta = None
-        self.mappings: dict[str, tuple[Any, ...]] = {}
+        self.mappings = {}
         if self.flatten_state_dict:
             nested = state_dict
             state_dict, paths = flatten_state_dict(nested)

@@ -1,0 +1,140 @@
+"""Runs other libraries' own tests on torch and under TERRAZZO_INSTALL=1, and says which pass on torch alone.
+
+    python tests/peer/libraries.py SOURCES [LIBRARY ...] [--results build/peer] [--keep torch|all] [--limit 900]
+
+SOURCES has a folder for each library, its repository as it is: `torchtitan`, `OLMo-core`, `accelerate`, and so on
+(`LIBRARIES` below says which tests run). The interpreter must have what they import, and an installed terrazzo. A table
+is printed, then what fails on terrazzo, passes on torch and is not explained in `docs/compatibility.md`, then what is
+explained there and passes. No test is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+from outcomes import Outcomes, counted
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+
+@dataclass(frozen=True)
+class Library:
+    """Files, below the folder of the repository, and the folders below it that are put on the path."""
+
+    files: tuple[str, ...]
+    path: tuple[str, ...] = (".",)
+    options: tuple[str, ...] = ()
+
+
+LIBRARIES = {
+    "torchtitan": Library(("tests/unit_tests",)),
+    "OLMo-core": Library(("src/test/distributed",), ("src",)),
+    "accelerate": Library(("tests/fsdp", "tests/tp", "tests/test_state_checkpointing.py"), ("src",)),
+    "lightning": Library(
+        (
+            "tests/tests_fabric/strategies/test_model_parallel.py",
+            "tests/tests_fabric/strategies/test_model_parallel_integration.py",
+            "tests/tests_fabric/strategies/test_fsdp.py",
+            "tests/tests_fabric/utilities/test_load.py",
+        ),
+        ("tests", "src"),
+    ),
+    "ao": Library(
+        ("test/quantization/quantize_", "test/test_low_bit_optim.py", "test/prototype/test_quantized_training.py")
+    ),
+    "torchtune": Library(
+        (
+            "tests/torchtune/training/test_distributed.py",
+            "tests/torchtune/training/checkpointing/test_distributed_checkpointer.py",
+            "tests/torchtune/training/checkpointing/test_checkpoint_client.py",
+        )
+    ),
+    "s3-connector-for-pytorch": Library(("s3torchconnector/tst/unit/dcp",), ("s3torchconnector/src",)),
+}
+
+
+def run(folder: Path, library: Library, installed: bool, xml: Path, limit: float) -> Outcomes:
+    """What each test came to."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TERRAZZO_INSTALL": str(int(installed)),
+        "PYTHONPATH": os.pathsep.join(
+            [*(str(folder / each) for each in library.path), os.environ.get("PYTHONPATH", "")]
+        ),
+    }
+    files = [each for each in library.files if (folder / each).exists()]
+    command = [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
+    with xml.with_suffix(".log").open("w") as log:
+        done = subprocess.Popen(
+            [*command, *library.options, f"--junitxml={xml}", "--timeout=120", *files],
+            cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            done.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(done.pid, signal.SIGKILL)
+            done.wait()
+    return outcomes_of_xml(xml) if xml.exists() else {}
+
+
+def outcomes_of_xml(xml: Path) -> Outcomes:
+    """Outcomes by test, in the file that pytest has written."""
+    found: Outcomes = {}
+    for case in ElementTree.parse(xml).iter("testcase"):
+        outcome, why = "passed", ""
+        for each in case:
+            if each.tag in ("failure", "error"):
+                outcome, why = "failed", each.text or each.get("message") or ""
+            elif each.tag == "skipped":
+                outcome, why = "skipped", each.get("message") or ""
+        found[f"{case.get('classname', '')}.{case.get('name')}"] = [outcome, why]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", type=Path)
+    parser.add_argument("libraries", nargs="*", default=[*LIBRARIES])
+    parser.add_argument("--results", type=Path, default=Path("build/peer"))
+    parser.add_argument("--keep", choices=("torch", "all"), help="whose outcomes are not made again")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds that a library may take")
+    options = parser.parse_args()
+    explained = set(re.findall(r"^\| `([\w.\[\]-]+)`", PAGE.read_text(), re.MULTILINE))
+    worse: list[str] = []
+    mended: list[str] = []
+    print("| library | torch: passed/failed/skipped | terrazzo | worse |\n|---|---|---|---|")
+    for name in options.libraries:
+        outcomes = []
+        for installed, peer in ((False, "torch"), (True, "install")):
+            xml = options.results.resolve() / peer / f"{name}.xml"
+            xml.parent.mkdir(parents=True, exist_ok=True)
+            if options.keep in (peer, "all") and xml.exists():
+                outcomes.append(outcomes_of_xml(xml))
+            else:
+                xml.unlink(missing_ok=True)
+                folder = options.sources.resolve() / name
+                outcomes.append(run(folder, LIBRARIES[name], installed, xml, options.limit))
+        torchs, ours = outcomes
+        passing = {test for test, outcome in torchs.items() if outcome[0] == "passed"}
+        failing = {test for test in passing if ours.get(test, [""])[0] != "passed"}
+        print(f"| {name} | {counted(torchs)} | {counted(ours)} | {len(failing)} |", flush=True)
+        worse += sorted(failing - explained)
+        mended += sorted(test for test in explained & passing if test not in failing)
+    print("\nfail on terrazzo alone, and are not explained:", *worse or ["none"], sep="\n    ")
+    print("\nare explained, and pass:", *mended or ["none"], sep="\n    ")
+
+
+if __name__ == "__main__":
+    main()
