@@ -21,4 +21,4 @@ def elementwise(text: str, *numbers: str) -> Callable[..., torch.Tensor] | None:
 
     Each call takes tensors, and these numbers by name.
     """
-    return None if _create is None else _create(text, **dict.fromkeys(numbers, 0))  # type: ignore[no-any-return]
+    return None if _create is None else _create(text, **dict.fromkeys(numbers, 0))
