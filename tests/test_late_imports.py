@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from public_surface import PUBLIC
 
@@ -39,3 +42,16 @@ def test_each_package_is_one():
     for name in dir(terrazzo):
         assert getattr(terrazzo, name) is not None or name in ("__cached__", "__builtins__")
     assert terrazzo.tensor.Shard(0) == terrazzo.layout.Shard(0)
+
+
+def test_a_name_that_a_package_has_is_found_there():
+    import terrazzo
+
+    for name, hint in {
+        "fully_shard": "there is terrazzo.fsdp.fully_shard",
+        "save": "there is terrazzo.checkpoint.save",
+        "initialize": "there is terrazzo.deepspeed.initialize and terrazzo.engine.initialize",
+        "tensors": "did you mean tensor?",
+    }.items():
+        with pytest.raises(AttributeError, match=re.escape(f"has no attribute {name!r}; {hint}")):
+            getattr(terrazzo, name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -34,10 +35,23 @@ def late(
             return value
         if name in inner:
             return importlib.import_module(f"{package}.{name}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        hint = "" if name.startswith("_") else _hint(package, name, modules, [*places, *inner])
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
 
     def names_of_package() -> list[str]:
         there = vars(sys.modules[package])
         return sorted({*there["__all__"], *inner, *(name for name in there if name.startswith("__"))})
 
     return get, names_of_package
+
+
+def _hint(package: str, name: str, modules: Iterable[str], known: list[str]) -> str:
+    """Which packages in this one have the name, found without importing them; or the name that may be meant."""
+    from terrazzo._meant import meant
+
+    folder = Path(sys.modules[package].__file__ or "").parent
+    files = {module: folder / module / "__init__.py" for module in modules}
+    having = [module for module, file in files.items() if file.is_file() and f'"{name}"' in file.read_text()]
+    if having:
+        return f"; there is {' and '.join(f'{package}.{module}.{name}' for module in having)}"
+    return meant(name, known)

@@ -101,6 +101,7 @@ def test_a_checkpoint(tmp_path):
     assert cells.rows[0] == ["name", "dtype", "shape", "bytes", "parts"] and len(cells.rows) == 52
     assert cells.rows[1] == ["step", "object", "", "", ""] and cells.rows[2] == ["t.0", "float32", "scalar", "4", "1"]
     assert "62 values (the first 50 are shown), 288 bytes" in cells.rows[-1][0]
+    assert repr(Checkpoint(tmp_path).metadata) == f"<Metadata of 62 values at {tmp_path}>"
     assert repr(Checkpoint(tmp_path)) == f"<Checkpoint {tmp_path}: 62 values, 288 bytes>"
     assert repr(Checkpoint(LocalStore(tmp_path))) == f"<Checkpoint LocalStore({str(tmp_path)!r}): 62 values, 288 bytes>"
 

@@ -121,7 +121,7 @@ class StorageMeta:
     modules: list[str] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(repr=False)
 class Metadata:
     """The metadata of a checkpoint.
 
@@ -134,6 +134,10 @@ class Metadata:
     storage_data: Any = None
     storage_meta: StorageMeta | None = None
     version: str | None = None
+
+    def __repr__(self) -> str:
+        place = None if self.storage_meta is None else self.storage_meta.checkpoint_id
+        return f"<Metadata of {len(self.state_dict_metadata):,} values{'' if place is None else f' at {place}'}>"
 
 
 @dataclass(frozen=True, slots=True, init=False)
