@@ -242,6 +242,8 @@ def test_texts_name_commands_that_are_there() -> None:
     texts = [*(root / "src").rglob("*.py"), *(root / "docs").rglob("*.md"), root / "README.md"]
     named = {word: str(path) for path in texts for word in re.findall(r"`terrazzo ([a-z]+)", path.read_text())}
     assert len(named) > 5 and not {word: path for word, path in named.items() if word not in there}
+    table = (root / "docs" / "api" / "commands.md").read_text()
+    assert there <= set(re.findall(r"^\| `terrazzo ([a-z]+)", table, re.MULTILINE))
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
