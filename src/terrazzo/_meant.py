@@ -60,3 +60,12 @@ def alike(texts: Iterable[tuple[int, str]]) -> dict[str, set[int]]:
     for rank, text in texts:
         found.setdefault(text, set()).add(rank)
     return found
+
+
+def plain_text(text: str) -> str:
+    """A text that can be sent and printed: halves of surrogate pairs, as in paths that are no UTF-8, as their codes.
+
+    >>> plain_text(chr(0xD83D))
+    '\\\\ud83d'
+    """
+    return text.encode(errors="backslashreplace").decode()

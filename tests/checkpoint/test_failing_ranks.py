@@ -446,3 +446,66 @@ def test_a_load_alone_says_rank_and_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         load({"w": torch.zeros(4)}, checkpoint_id=tmp_path)
     assert "data-" in str(caught.value)
+
+
+# ------------------------------------------------------------------ states that cannot be
+
+
+class Fails:
+    def state_dict(self) -> dict[str, Any]:
+        raise OSError(5, "no text: \ud83d")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def impossible() -> dict[str, tuple[dict[str, Any], str, type[Exception]]]:
+    """States, what the error must say, and its type."""
+    loop: dict[str, Any] = {}
+    loop["again"] = {"model": loop}
+    tensors: list[Any] = [torch.ones(2)]
+    tensors.append(tensors)
+    numbers: list[Any] = [1]
+    numbers.append((numbers,))
+    deep: dict[str, Any] = {}
+    for _ in range(3000):
+        deep = {"deeper": deep}
+    return {
+        "a name is no text": (
+            {"w": {"x\ud83d": torch.ones(2)}},
+            r"'w\.x\\ud83d' cannot be the name",
+            UnsupportedValueError,
+        ),
+        "a dict has itself": ({"outer": loop}, r"\['outer', 'again', 'model'\] contains itself", UnsupportedValueError),
+        "a list has itself": ({"outer": tensors}, r"\['outer', 1\] contains itself", UnsupportedValueError),
+        "a value has itself": ({"outer": numbers}, r"outer.*contains itself", UnsupportedValueError),
+        "there is no end": (deep, r"levels of dicts and lists", UnsupportedValueError),
+        "an error is no text": ({"it": Fails()}, r"no text: \\ud83d", OSError),
+    }
+
+
+def refuse_impossible(folder: str) -> int:
+    save({"w": torch.ones(2)}, checkpoint_id=folder)
+    count = 0
+    for what, (state, match, kind) in impossible().items():
+        calls = {
+            "save": lambda state=state: save(state, checkpoint_id=folder, timeout=LIMIT),
+            "async_save": lambda state=state: async_save(state, checkpoint_id=folder, timeout=LIMIT).result(),
+            "load": lambda state=state: load(state, checkpoint_id=folder),
+            "load together": lambda state=state: load(state, checkpoint_id=folder, together=True, timeout=LIMIT),
+        }
+        for call, run in calls.items():
+            if what == "a value has itself" and call.startswith("load"):
+                continue  # a value is replaced, whatever it was
+            with pytest.raises(CheckpointException, match=match) as failed:
+                run()
+            assert all(isinstance(error, kind) for error, _ in failed.value.failures.values()), (what, call)
+            count += 1
+    state = {"w": torch.zeros(2)}
+    load(state, checkpoint_id=folder)
+    assert state["w"].eq(1).all()
+    return count
+
+
+def test_names_that_are_no_text_and_states_without_end_are_typed_errors_that_say_which(tmp_path: Path) -> None:
+    assert run_ranks(2, refuse_impossible, str(tmp_path)) == [22, 22]

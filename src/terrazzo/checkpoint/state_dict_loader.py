@@ -171,20 +171,21 @@ class _ObjectsPlanner(DefaultLoadPlanner):
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         super().__init__()
-        self._objects = list(_objects(given, ())) if isinstance(given, Mapping) else []
+        self._given = given
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        if metadata is None or not self._objects:
+        objects = list(_objects(self._given, ()))
+        if metadata is None or not objects:
             super().set_up_planner(state_dict, metadata, is_coordinator)
             return
         stored = metadata.state_dict_metadata
-        for path, found in self._objects:
+        for path, found in objects:
             if isinstance(found, torch.optim.Optimizer):
                 _complete(found, _at(state_dict, path), ".".join(path), stored)
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        beneath = tuple(".".join(path) + "." for path, _ in self._objects)
+        beneath = tuple(".".join(path) + "." for path, _ in objects)
         # The names of values that each rank has for itself end in the rank.
         left = [name for name in stored if name.startswith(beneath) and name not in self.state_dict and "@" not in name]
         if left:

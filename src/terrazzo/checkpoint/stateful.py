@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from terrazzo.checkpoint.plan.flatten import walking
 from terrazzo.errors import UnsupportedValueError
 
 
@@ -38,19 +39,20 @@ def resolve_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(state_dict, Mapping):
         raise UnsupportedValueError(f"a state is a dict of names and values, not {type(state_dict).__name__}")
-    resolved: dict[str, Any] = dict.fromkeys(state_dict)
-    for key in _in_order(state_dict):
-        value = state_dict[key]
-        resolved[key] = value if isinstance(value, torch.Tensor) else _resolved(value)
+    with walking(state_dict):
+        return _all_resolved(state_dict)
+
+
+def _all_resolved(state: Mapping[str, Any]) -> dict[str, Any]:
+    resolved: dict[str, Any] = dict.fromkeys(state)
+    for key in _in_order(state):
+        value = state[key]
+        if _is_stateful(value):
+            value = value.state_dict()
+        elif type(value) is dict:
+            value = _all_resolved(value)
+        resolved[key] = value
     return resolved
-
-
-def _resolved(value: Any) -> Any:
-    if _is_stateful(value):
-        return value.state_dict()
-    if type(value) is dict:
-        return resolve_stateful(value)
-    return value
 
 
 def _in_order(keys: Iterable[Any]) -> list[Any]:

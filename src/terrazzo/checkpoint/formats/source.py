@@ -17,6 +17,7 @@ from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.native.root import RAW, TYPED
 from terrazzo.checkpoint.native.rows import Form, Row, form_of, object_row
+from terrazzo.checkpoint.plan.flatten import check_names
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place, Store, Upload
 from terrazzo.checkpoint.torch_api.readers import Boxes
@@ -95,6 +96,7 @@ class Source:
             allow_pickle: whether values that have no typed form are pickled.
         """
         rows = []
+        check_names(self.metadata.state_dict_metadata)
         for name, entry in self.metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 for chunk in [chunk.box for chunk in entry.chunks] or [Box.whole(entry.size)]:

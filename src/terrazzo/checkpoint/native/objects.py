@@ -163,7 +163,8 @@ def _pack(value: Any, allow_pickle: bool, path: tuple[Any, ...]) -> Any:
     if kind is int:
         return value if -(2**63) <= value < 2**64 else _record(INTEGER, str(value))
     if len(path) > _MAX_DEPTH:
-        raise UnsupportedValueError(f"a value is nested deeper than {_MAX_DEPTH} levels, or contains itself")
+        where = "".join(f"[{part!r}]" for part in path[:4])
+        raise UnsupportedValueError(f"what is at {where} is nested deeper than {_MAX_DEPTH} levels, or contains itself")
     if kind is list:
         return [_pack(item, allow_pickle, (*path, i)) for i, item in enumerate(value)]
     if kind is dict:

@@ -12,16 +12,18 @@ value of `rng` is stored under `rng@r`, and each rank gets its own back.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 import torch
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
-from terrazzo.errors import CheckpointError
+from terrazzo.errors import CheckpointError, UnsupportedValueError
 
 OBJ_PATH: TypeAlias = tuple[Any, ...]
 FLATTEN_MAPPING: TypeAlias = dict[str, OBJ_PATH]
+_DEEPEST = 100  # levels of a state dict that Python certainly can walk
 
 
 def flatten_state_dict(state_dict: STATE_DICT_TYPE) -> tuple[STATE_DICT_TYPE, FLATTEN_MAPPING]:
@@ -32,16 +34,57 @@ def flatten_state_dict(state_dict: STATE_DICT_TYPE) -> tuple[STATE_DICT_TYPE, FL
     """
     flat: STATE_DICT_TYPE = {}
     paths: FLATTEN_MAPPING = {}
-    for path, value in _leaves((), state_dict, {}):
-        name = path[0] if len(path) == 1 and type(path[0]) is str else ".".join(map(str, path))
-        if name in flat:
-            raise CheckpointError(
-                f"two values of the state dict have the name {name!r}: "
-                f"at {list(paths[name])} and at {list(path)}: rename one"
-            )
-        flat[name] = value
-        paths[name] = path
+    with walking(state_dict):
+        for path, value in _leaves((), state_dict, {}):
+            name = path[0] if len(path) == 1 and type(path[0]) is str else ".".join(map(str, path))
+            if name in flat:
+                raise CheckpointError(
+                    f"two values of the state dict have the name {name!r}: "
+                    f"at {list(paths[name])} and at {list(path)}: rename one"
+                )
+            flat[name] = value
+            paths[name] = path
+    check_names(flat)
     return flat, paths
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise if a name is no text that a file can hold, because it has half of a surrogate pair."""
+    try:
+        "".join(map(str, names)).encode()
+    except UnicodeEncodeError:
+        wrong = next(name for name in map(str, names) if name.encode(errors="ignore").decode() != name)
+        raise UnsupportedValueError(
+            f"{wrong!r} cannot be the name of a value: half of a surrogate pair is no text; rename it"
+        ) from None
+
+
+@contextmanager
+def walking(state: Any) -> Iterator[None]:
+    """Inside of this context, say where a state contains itself, instead of that Python's recursion is too deep."""
+    try:
+        yield
+    except RecursionError as error:
+        found = _endless(state)
+        if found is None:
+            raise
+        raise UnsupportedValueError(
+            f"the value at {list(found[:5])}{' and deeper' if found[5:] else ''} contains itself, or has more than "
+            f"{_DEEPEST} levels of dicts and lists: a state dict must end"
+        ) from error
+
+
+def _endless(state: Any) -> OBJ_PATH | None:
+    """Where a state contains itself, or is deeper than Python can walk."""
+    left: list[tuple[OBJ_PATH, Any, frozenset[int]]] = [((), state, frozenset())]
+    while left:
+        path, value, above = left.pop()
+        if id(value) in above or len(path) > _DEEPEST:
+            return path
+        if isinstance(value, Mapping | list | tuple):
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            left += [((*path, key), item, above | {id(value)}) for key, item in items]
+    return None
 
 
 def _leaves(path: OBJ_PATH, value: Any, simple: dict[type, bool]) -> Iterator[tuple[OBJ_PATH, Any]]:

@@ -30,7 +30,7 @@ from terrazzo.checkpoint.native.dtypes import can_convert, is_lossless
 from terrazzo.checkpoint.native.memory import fault_of
 from terrazzo.checkpoint.native.objects import value_of
 from terrazzo.checkpoint.native.rows import ReadPlan, Target
-from terrazzo.checkpoint.plan.flatten import PerRank, flatten_state_dict, name_on_rank, set_element
+from terrazzo.checkpoint.plan.flatten import PerRank, check_names, flatten_state_dict, name_on_rank, set_element
 from terrazzo.checkpoint.plan.sharded import Viewer, global_size, is_sharded, plain_chunk
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.torch_api.items import items_of, value_item
@@ -114,6 +114,8 @@ class DefaultLoadPlanner(LoadPlanner):
         self.mappings = {}
         if self.flatten_state_dict:
             state_dict, self.mappings = flatten_state_dict(state_dict)
+        else:
+            check_names(state_dict)
         # A tensor without memory gets memory, because there is nothing to fill in place.
         self._materialised = {
             name: torch.empty_like(value, device=_device())

@@ -31,7 +31,14 @@ from terrazzo.checkpoint.native.names import for_torch
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.native.root import TENSOR, TYPED
 from terrazzo.checkpoint.native.rows import NO_FORM, Form, Row, form_of, object_row
-from terrazzo.checkpoint.plan.flatten import PerRank, flatten_state_dict, matches_any, name_on_rank, paths_to_store
+from terrazzo.checkpoint.plan.flatten import (
+    PerRank,
+    check_names,
+    flatten_state_dict,
+    matches_any,
+    name_on_rank,
+    paths_to_store,
+)
 from terrazzo.checkpoint.plan.ownership import Agreement, Claim, digests_of_tensors
 from terrazzo.checkpoint.plan.sharded import (
     OWN_MEMORY,
@@ -143,6 +150,8 @@ class DefaultSavePlanner(SavePlanner):
             nested = state_dict
             state_dict, paths = flatten_state_dict(nested)
             self.mappings = paths_to_store(nested, paths)
+        else:
+            check_names(state_dict)
         self.state_dict = state_dict
         self.storage_meta = storage_meta
         self.is_coordinator = is_coordinator
@@ -404,11 +413,11 @@ def _form(
     return form
 
 
-def _has_per_rank(value: Any) -> bool:
-    """Whether a value that is stored as a whole has a `PerRank` in it."""
-    if isinstance(value, dict):
-        return any(map(_has_per_rank, value.values()))
-    return isinstance(value, PerRank) or (isinstance(value, list | tuple | set) and any(map(_has_per_rank, value)))
+def _has_per_rank(value: Any, levels: int = 20) -> bool:
+    """Whether a value that is stored as a whole, and may contain itself, has a `PerRank` in it."""
+    if isinstance(value, dict | list | tuple | set) and levels:
+        return any(_has_per_rank(each, levels - 1) for each in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, PerRank)
 
 
 def _is_lenient(name: str, value: Any) -> bool:

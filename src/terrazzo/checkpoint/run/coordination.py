@@ -27,7 +27,7 @@ import msgspec
 import torch.distributed as dist
 
 from terrazzo import errors
-from terrazzo._meant import by_text
+from terrazzo._meant import by_text, plain_text
 from terrazzo.comm.control import ControlPlane
 from terrazzo.errors import CheckpointError, CheckpointException, CommError, TerrazzoError
 
@@ -60,12 +60,12 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 
 def failure_of(error: BaseException, rank: int) -> Failure:
     """An exception of this rank, for the other ranks."""
-    message = str(error) or repr(error)
+    message = plain_text(str(error) or repr(error))
     if len(message) > _LONGEST:
         message = message[:_LONGEST] + " ..."
     frames = traceback.extract_tb(error.__traceback__)[-_DEEPEST:]
     names = {
-        name: list(value)[:_MOST_NAMES]
+        name: [*map(plain_text, value[:_MOST_NAMES])]
         for name in _NAMES
         if isinstance(value := getattr(error, name, None), tuple) and all(isinstance(item, str) for item in value)
     }
@@ -218,7 +218,7 @@ class Team:
             if hasattr(error, "_discard"):  # of a step: all ranks raise it
                 raise
             if self.plane is not None:
-                self.plane.abandon(f"{type(error).__name__}: {error}")
+                self.plane.abandon(plain_text(f"{type(error).__name__}: {error}"))
             if not isinstance(error, Exception):
                 raise
             self._fail([failure_of(error, self.global_rank)], error, discard=False)
@@ -248,12 +248,14 @@ class Team:
             messages = [_decode(data) for data in gathered]
         failures = [failure for message in messages for failure in message.failures]
         if failures:
-            return [_StepResult(b"", failures, doing=self.doing)] * len(self.ranks), error
+            return [_StepResult(b"", failures, doing=plain_text(self.doing))] * len(self.ranks), error
         try:
             return [_StepResult(answer, []) for answer in combine([message.data for message in messages])], None
         except BaseException as caught:  # noqa: B036  # `_received` raises it again
             failures = [failure_of(caught, self.global_rank)]
-            return [_StepResult(b"", failures, discard_if_combine_fails(), self.doing)] * len(self.ranks), caught
+            return [_StepResult(b"", failures, discard_if_combine_fails(), plain_text(self.doing))] * len(
+                self.ranks
+            ), caught
 
     def _received(self, message: _StepResult, error: BaseException | None) -> bytes:
         if error is not None and not isinstance(error, Exception):

@@ -25,6 +25,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from terrazzo._meant import plain_text
+
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 
@@ -60,7 +62,7 @@ def operation(what: str, checkpoint_id: str | os.PathLike[str] | None, rank: int
     try:
         yield event
     except BaseException as error:
-        event.error = f"{type(error).__name__}: {error}"
+        event.error = plain_text(f"{type(error).__name__}: {error}")
         # An error is one line of the log: of the whole operation, and of the first rank that failed.
         first = whole.old_value is not True and rank == min(getattr(error, "failures", None) or [rank])
         raise

@@ -25,7 +25,7 @@ from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
 from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import encode
-from terrazzo.checkpoint.plan.flatten import PerRank
+from terrazzo.checkpoint.plan.flatten import PerRank, walking
 from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, OfChunks, Viewer, check_storable, is_sharded
 from terrazzo.checkpoint.run.device_copies import Accelerator, ThisAccelerator, copy_from_devices
 from terrazzo.errors import CheckpointError, UnsupportedValueError
@@ -327,7 +327,7 @@ def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[S
             _explained(path, partial(encode, value))
         return deepcopy(value)
 
-    with torch.no_grad():
+    with torch.no_grad(), walking(state_dict):
         skeleton.values = _walk((), state_dict, leaf)
     return skeleton, sources
 

@@ -21,6 +21,7 @@ import torch
 from terrazzo.checkpoint.formats.windows import CODES
 from terrazzo.checkpoint.native.format import checksum, save_of
 from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.plan.flatten import check_names
 from terrazzo.checkpoint.stores import SMALL, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointValueError, UnsupportedValueError
 from terrazzo.layout.box import Box, row_major_windows
@@ -210,6 +211,7 @@ def lay_out(
     >>> [file.names for file in lay_out({"a": about, "b": about, "c": about}, 32).files]
     [('a', 'b'), ('c',)]
     """
+    check_names(tensors)
     for name, about in tensors.items():
         if about.dtype not in CODES:
             raise UnsupportedValueError(f"{name}: safetensors has no type for {about.dtype}; convert it first")
