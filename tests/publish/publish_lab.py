@@ -35,7 +35,7 @@ from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.comm import link
 from terrazzo.comm.serving import Client
 from terrazzo.errors import TerrazzoError
-from terrazzo.publish import Channel, Publisher, Receiver, to_channel
+from terrazzo.publish import Channel, Publisher, Receiver, by_channel
 from terrazzo.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 SETTINGS = {"anchor_every": 3, "keep": 1}
@@ -140,7 +140,7 @@ def receive_versions(address: str, path: Path, at: int, how: int) -> None:
 
 def publish_versions(address: str, path: Path) -> None:
     """Publish some versions; ends the process."""
-    to_channel._PATIENCE = 5.0  # both receivers poll all the time, as far as the machine lets them
+    by_channel._PATIENCE = 5.0  # both receivers poll all the time, as far as the machine lets them
     state = numbers(-1)
     with Publisher(Channel(address, bucket_bytes=1 << 12), state, timeout=LONG) as publisher:
         for version in range(VERSIONS):

@@ -25,9 +25,8 @@ from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.comm.serving import Client
 from terrazzo.errors import CommError, CommTimeout, PublishValueError
 from terrazzo.publish import Channel, Publisher, Receiver
+from terrazzo.publish.by_channel import ChannelSender, ChannelSource, Offer, PublisherListing
 from terrazzo.publish.channel import SECRET, AskedBox, Board
-from terrazzo.publish.from_channel import ChannelSource
-from terrazzo.publish.to_channel import ChannelSender, Offer, PublisherListing
 from terrazzo.tensor import DTensor, Shard, distribute_tensor
 
 pytestmark = pytest.mark.on_late
@@ -451,7 +450,7 @@ def test_what_bad_receivers_ask_for_is_refused_and_the_trainer_goes_on(address, 
 
 
 def test_receivers_that_never_read_hold_up_neither_the_trainer_nor_others(address, caplog, monkeypatch):
-    monkeypatch.setattr("terrazzo.publish.to_channel._PATIENCE", 0.1)
+    monkeypatch.setattr("terrazzo.publish.by_channel._PATIENCE", 0.1)
     state, served = {"w": torch.zeros(4)}, {"w": torch.zeros(4)}
     publisher = Publisher(Channel(address), state, timeout=timedelta(seconds=100))
     receiver = Receiver(Channel(address), served, timeout=timedelta(seconds=100))

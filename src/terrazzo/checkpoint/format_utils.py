@@ -35,7 +35,7 @@ from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.plan.sharded import is_sharded
 from terrazzo.checkpoint.state_dict.tensors import wire_device
 from terrazzo.checkpoint.stores import Place
-from terrazzo.checkpoint.torch_api.readers import TargetReader
+from terrazzo.checkpoint.torch_api.storages import TargetReader
 from terrazzo.errors import CheckpointError, CheckpointMismatchError, TerrazzoError
 from terrazzo.layout.box import row_major_windows
 

@@ -17,6 +17,7 @@ from terrazzo.checkpoint.run.background import BackgroundWork, raise_if_any
 from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import DivergentValueError, PublishError
+from terrazzo.publish.by_channel import ChannelSender
 from terrazzo.publish.by_store import Policy, StoreSender
 from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
 from terrazzo.publish.host_copy import Snapshot, published_dtype
@@ -30,7 +31,6 @@ from terrazzo.publish.parts import (
     refuse_differences,
     share_of,
 )
-from terrazzo.publish.to_channel import ChannelSender
 from terrazzo.publish.versions import Version, Versions
 
 

@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup
 from terrazzo.checkpoint.run.background import BackgroundWork
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import PublishError
+from terrazzo.publish.by_channel import ChannelSource
 from terrazzo.publish.by_store import StoreSource
 from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
-from terrazzo.publish.from_channel import ChannelSource
 from terrazzo.publish.host_copy import HostCopy, sources_of
 from terrazzo.publish.parts import RenameLike, TensorInfo, parts_of
 from terrazzo.publish.versions import Version, Versions

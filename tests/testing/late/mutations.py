@@ -459,7 +459,7 @@ MUTATIONS = (
         "view.zero_()",
     ),
     Mutation(
-        f"{_PUBLISH}.from_channel:ChannelSource.receive",
+        f"{_PUBLISH}.by_channel:ChannelSource.receive",
         saving.check_publishing_through_a_channel,
         "as_bytes(slot.data[asked.box.relative_to(slot.box).slices()]).copy_(as_bytes(view))",
         "slot.data.zero_()",

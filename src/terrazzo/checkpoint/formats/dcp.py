@@ -45,7 +45,7 @@ from terrazzo.checkpoint.planner import TensorWriteData
 from terrazzo.checkpoint.storage import StorageReader, WriteResult
 from terrazzo.checkpoint.stores import Place, Store, Upload, is_url, store_at
 from terrazzo.checkpoint.torch_api.items import item_of, merged_entries
-from terrazzo.checkpoint.torch_api.writers import RowWriter
+from terrazzo.checkpoint.torch_api.storages import RowWriter
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 
 

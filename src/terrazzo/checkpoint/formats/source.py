@@ -20,8 +20,7 @@ from terrazzo.checkpoint.native.rows import Form, Row, form_of, object_row
 from terrazzo.checkpoint.plan.flatten import check_names
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place, Store, Upload
-from terrazzo.checkpoint.torch_api.readers import Boxes
-from terrazzo.checkpoint.torch_api.writers import RowWriter
+from terrazzo.checkpoint.torch_api.storages import Boxes, RowWriter
 from terrazzo.errors import CheckpointError, CheckpointExistsError, UnsupportedValueError
 from terrazzo.layout.box import Box, boxes_of_flat_range, row_major_windows
 

@@ -31,7 +31,7 @@ from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.rows import Target
 from terrazzo.checkpoint.native.spans import StoredChunk, WantedBox, strides_of
 from terrazzo.checkpoint.stores import Entry, Place, Store
-from terrazzo.checkpoint.torch_api.readers import TargetReader
+from terrazzo.checkpoint.torch_api.storages import TargetReader
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, ConflictError
 from terrazzo.layout.box import Box
 

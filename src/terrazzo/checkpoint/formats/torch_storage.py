@@ -7,22 +7,20 @@ alone; so they are made anew, field by field, on their way in and out.
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
-import torch
 from torch.futures import Future
 
 from terrazzo._torch.replaced import originals
 from terrazzo.checkpoint import metadata as our_metadata
 from terrazzo.checkpoint import planner as our_planner
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
-from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
 _MODULE: Final = "torch.distributed.checkpoint.storage"
@@ -129,7 +127,7 @@ class TorchStorageWriter(StorageWriter):
         return prepared
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = self._writer.write_data(to_theirs(plan), _Data(planner)).wait()
+        results = self._writer.write_data(to_theirs(plan), _AskedPlanner(planner)).wait()
         done: Future[list[WriteResult]] = Future()
         done.set_result(to_ours(list(results)))
         return done
@@ -160,17 +158,6 @@ def writer_of_torch(path: str | os.PathLike[str]) -> Any:
 def finish_as_torch(path: str | os.PathLike[str], metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
     """Write PyTorch's `.metadata` for files that were written as PyTorch writes them, with these results."""
     TorchStorageWriter(writer_of_torch(path)).finish(metadata, list(results))
-
-
-class _Data:
-    """What a writer asks of the planner."""
-
-    def __init__(self, planner: SavePlanner) -> None:
-        self._planner = planner
-
-    def resolve_data(self, write_item: Any) -> torch.Tensor | io.BytesIO:
-        ours: WriteItem = to_ours(write_item)
-        return self._planner.resolve_data(ours)
 
 
 class TorchStorageReader(StorageReader):
@@ -208,7 +195,7 @@ class TorchStorageReader(StorageReader):
         return prepared
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self._reader.read_data(to_theirs(plan), _Targets(planner)).wait()
+        self._reader.read_data(to_theirs(plan), _AskedPlanner(planner)).wait()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -218,24 +205,18 @@ class TorchStorageReader(StorageReader):
         return False  # a reader has to be given
 
 
-class _Targets:
-    """What a reader asks of the planner."""
+_ASKED: Final = ("resolve_data", "load_bytes", "resolve_bytes", "resolve_tensor", "commit_tensor")
 
-    def __init__(self, planner: LoadPlanner) -> None:
-        self._planner = planner
 
-    def _ours(self, call: Callable[..., Any], read_item: Any, *rest: Any) -> Any:
-        ours: ReadItem = to_ours(read_item)
-        return call(ours, *rest)
+class _AskedPlanner:
+    """What a storage asks of the planner, about items of its own classes."""
 
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        self._ours(self._planner.load_bytes, read_item, value)
+    def __init__(self, planner: SavePlanner | LoadPlanner) -> None:
+        for name in _ASKED:
+            call = getattr(planner, name, None)
+            if call is not None:
+                setattr(self, name, partial(_asked, call))
 
-    def resolve_bytes(self, read_item: Any) -> Any:
-        return self._ours(self._planner.resolve_bytes, read_item)
 
-    def resolve_tensor(self, read_item: Any) -> Any:
-        return self._ours(self._planner.resolve_tensor, read_item)
-
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        self._ours(self._planner.commit_tensor, read_item, tensor)
+def _asked(call: Callable[..., Any], item: Any, *rest: Any) -> Any:
+    return call(to_ours(item), *rest)

@@ -20,6 +20,8 @@ import torch
 
 from terrazzo.checkpoint.formats.format import Checked
 from terrazzo.checkpoint.formats.table import chunk_at, file_at
+from terrazzo.checkpoint.native.dtypes import dtype_from_name
+from terrazzo.checkpoint.native.format import STORED
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.checkpoint.native.verify import Damage
@@ -172,21 +174,7 @@ def is_start_of_archive(start: bytes) -> bool:
 
 
 _DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    **{stored.code: dtype_from_name(name) for name, stored in STORED.items() if stored.added is None},
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,

@@ -163,24 +163,11 @@ def _read(store: Store, key: str, start: int, nbytes: int) -> memoryview:
     return data
 
 
-_NUMPY: Final = {
-    "float64": "<f8",
-    "float32": "<f4",
-    "float16": "<f2",
-    "bfloat16": "<u2",  # the high half of a float32
-    "int64": "<i8",
-    "int32": "<i4",
-    "int16": "<i2",
-    "int8": "i1",
-    "uint8": "u1",
-    "bool": "?",
-    "uint16": "<u2",
-    "uint32": "<u4",
-    "uint64": "<u8",
-    "bcomplex32": "<u2",  # two of these
-    "complex64": "<c8",
-    "complex128": "<c16",
-}
+_OF_NUMPY: Final = "float64 float32 float16 int64 int32 int16 int8 uint8 bool uint16 uint32 uint64 complex64 complex128"
+_NUMPY: Final = {name: np.dtype(name).newbyteorder("<") for name in _OF_NUMPY.split()} | dict.fromkeys(
+    ("bfloat16", "bcomplex32"),
+    np.dtype("<u2"),  # the high half of a float32, and two of these
+)
 
 
 def numbers_of(dtype: str, data: bytes) -> list[Any]:

@@ -32,8 +32,7 @@ from terrazzo.checkpoint.native.writer import (
 )
 from terrazzo.checkpoint.storage import WriteResult
 from terrazzo.checkpoint.stores import Store
-from terrazzo.checkpoint.torch_api.readers import TargetReader
-from terrazzo.checkpoint.torch_api.writers import RowWriter
+from terrazzo.checkpoint.torch_api.storages import RowWriter, TargetReader
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, CheckpointFormatError
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")

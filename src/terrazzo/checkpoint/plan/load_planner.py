@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -53,14 +52,6 @@ _SEES_ITEMS: Final = (
 )
 
 LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
-
-
-@dataclass(slots=True)
-class _Faults:
-    """The values of the state dict that do not fit the checkpoint."""
-
-    missing: list[str]
-    mismatched: list[str]
 
 
 class DefaultLoadPlanner(LoadPlanner):
@@ -153,7 +144,8 @@ class DefaultLoadPlanner(LoadPlanner):
         self._before = dict(self.state_dict)
         for name in self._materialised:
             del self._before[name]
-        faults = _Faults([], [])
+        missing: list[str] = []
+        mismatched: list[str] = []
         targets: list[Target] = []
         values: list[tuple[str, str]] = []
         viewer = Viewer()
@@ -170,7 +162,7 @@ class DefaultLoadPlanner(LoadPlanner):
                         if isinstance(value, PerRank) and name_on_rank(name, 0) in stored:
                             self._kept.append(name)  # saved by fewer ranks
                         elif not (type(value) in (dict, list) and not value):  # an empty tensor needs nothing
-                            faults.missing.append(name)
+                            missing.append(name)
                         continue
                     entry = stored[source]
                     if isinstance(value, PerRank):
@@ -179,17 +171,17 @@ class DefaultLoadPlanner(LoadPlanner):
                 sharded = is_sharded(value)
                 if not (sharded or isinstance(value, torch.Tensor)):
                     if is_tensor_entry(entry):
-                        faults.mismatched.append(f"{name}: {_no_tensor(entry, value)}")
+                        mismatched.append(f"{name}: {_no_tensor(entry, value)}")
                     else:
                         values.append((name, source))
                 elif type(entry) is not TensorStorageMetadata and not is_tensor_entry(entry):  # PyTorch's class
                     why = "the checkpoint holds an object, the state dict a tensor: put a plain value there"
-                    faults.mismatched.append(f"{name}: {why}")
+                    mismatched.append(f"{name}: {why}")
                 else:
                     local = sharded and not hasattr(value, "device_mesh")  # its own shape may be that of its part
                     fault = self._fault(global_size(value) if local else value.size(), value.dtype, entry)
                     if fault is not None:
-                        faults.mismatched.append(f"{name}: {fault}")
+                        mismatched.append(f"{name}: {fault}")
                         continue
                     for number, (box, tensor) in enumerate(_chunks_of(name, value, viewer, sharded)):
                         key = id(box), id(entry)
@@ -202,7 +194,7 @@ class DefaultLoadPlanner(LoadPlanner):
             if not fault:
                 raise
             raise UnsupportedValueError(f"{name!r}: {fault}") from error
-        self._report(faults, stored)
+        self._report(missing, mismatched, stored)
         return ReadPlan(targets, values)
 
     def _stored_name(self, name: str, value: Any, stored: Any) -> str | None:
@@ -232,23 +224,23 @@ class DefaultLoadPlanner(LoadPlanner):
             )
         return None
 
-    def _report(self, faults: _Faults, stored: Mapping[str, Any]) -> None:
-        self.missing = tuple(faults.missing)
-        missing = () if self.allow_partial_load else faults.missing
+    def _report(self, missing: Sequence[str], mismatched: Sequence[str], stored: Mapping[str, Any]) -> None:
+        self.missing = tuple(missing)
+        missing = () if self.allow_partial_load else missing
         # In brackets what PyTorch says, which programs look for.
         lines = [
             f"{name}: not in the checkpoint (Missing key in checkpoint state_dict: {name}.)"
             f"{meant(name, stored) if number < _COMPARED else ''}"
             for number, name in enumerate(missing)
         ]
-        lines += faults.mismatched
+        lines += mismatched
         if lines:
             more = f"\n  and {len(lines) - _NAMED} more" if len(lines) > _NAMED else ""
             raise CheckpointMismatchError(
                 f"{len(lines)} of {len(self.state_dict)} values of the state dict do not fit the checkpoint "
                 f"(which has {len(stored)}); nothing was loaded:\n  " + "\n  ".join(lines[:_NAMED]) + more,
                 missing=self.missing,
-                mismatched=tuple(faults.mismatched),
+                mismatched=tuple(mismatched),
             )
         if self._kept:
             LOGGER.warning(

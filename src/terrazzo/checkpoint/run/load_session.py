@@ -29,7 +29,7 @@ from terrazzo.checkpoint.run.events import operation
 from terrazzo.checkpoint.run.once_per_node import Node, Passed
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.torch_api.items import check_planner
-from terrazzo.checkpoint.torch_api.readers import TargetReader
+from terrazzo.checkpoint.torch_api.storages import TargetReader
 from terrazzo.comm.processes import host_identity
 from terrazzo.errors import CheckpointIOError, TerrazzoError
 

@@ -32,7 +32,7 @@ from terrazzo.checkpoint.run.locate import find_writer
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import Store, store_at
 from terrazzo.checkpoint.torch_api.items import check_planner
-from terrazzo.checkpoint.torch_api.writers import RowWriter, SaveSide, side_of_writer
+from terrazzo.checkpoint.torch_api.storages import RowWriter, SaveSide, side_of_writer
 from terrazzo.errors import CheckpointError, CheckpointException
 
 

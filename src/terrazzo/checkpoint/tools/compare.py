@@ -144,15 +144,8 @@ def _batches(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[list[str]
 
 def _small_in_both(one: Checkpoint, other: Checkpoint, name: str) -> bool:
     """Whether both have a small tensor of this name, of the same shape and dtype."""
-    a = one.tensor(name)
-    return a is not None and a.nbytes <= _SMALL and _alike(one, other, name)
-
-
-def _alike(one: Checkpoint, other: Checkpoint, name: str) -> bool:
-    """Whether both have a tensor of this name, of the same shape and dtype."""
-    a = one.tensor(name)
-    b = other.tensor(name) if name in other else None
-    return a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype
+    a, b = one.tensor(name), other.tensor(name) if name in other else None
+    return a is not None and b is not None and a.nbytes <= _SMALL and (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
 def _tensors(a: LazyTensor, b: LazyTensor, tolerance: float, progress: Callable[[int], None]) -> Difference | None:

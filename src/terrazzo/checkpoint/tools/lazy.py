@@ -27,7 +27,7 @@ from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.run.locate import reader_for, usable_reader
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place, Store
-from terrazzo.checkpoint.torch_api.readers import Boxes
+from terrazzo.checkpoint.torch_api.storages import Boxes
 from terrazzo.errors import CheckpointIndexError, CheckpointNameError
 from terrazzo.layout.box import Box
 from terrazzo.layout.drawing import table_html

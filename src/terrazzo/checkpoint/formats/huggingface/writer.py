@@ -52,7 +52,7 @@ from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.storage import WriteResult
 from terrazzo.checkpoint.stores import LocalStore, Place, Store, Upload
 from terrazzo.checkpoint.stores.places import is_url
-from terrazzo.checkpoint.torch_api.writers import RowWriter
+from terrazzo.checkpoint.torch_api.storages import RowWriter
 from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 
