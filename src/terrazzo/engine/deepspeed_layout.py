@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.checkpoint import PerRank
-from terrazzo.checkpoint.formats.deepspeed.experts import STACK, layer_of
-from terrazzo.checkpoint.formats.deepspeed.partitions import Placed
+from terrazzo.checkpoint.formats.deepspeed.partitions import STACK, Placed, layer_of
 from terrazzo.checkpoint.formats.deepspeed.writing import (
     NewFolder,
     RunLayout,

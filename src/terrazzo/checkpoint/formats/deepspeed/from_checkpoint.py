@@ -10,8 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from terrazzo.checkpoint.formats.deepspeed.experts import refuse_experts
-from terrazzo.checkpoint.formats.deepspeed.partitions import Placed
+from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, refuse_experts
 from terrazzo.checkpoint.formats.deepspeed.writing import (
     NewFolder,
     RunLayout,

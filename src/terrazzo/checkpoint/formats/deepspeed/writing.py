@@ -17,21 +17,19 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from terrazzo.checkpoint.formats.deepspeed.experts import (
+from terrazzo.checkpoint.formats.deepspeed.files import UNFINISHED
+from terrazzo.checkpoint.formats.deepspeed.partitions import (
     STACK,
+    Placed,
     expert_file,
+    in_one_line,
+    in_turns,
     layer_of,
     name_of_expert,
     numbered,
+    one_by_one,
     ranks_by_experts,
     stacked,
-)
-from terrazzo.checkpoint.formats.deepspeed.files import UNFINISHED
-from terrazzo.checkpoint.formats.deepspeed.partitions import (
-    Placed,
-    in_one_line,
-    in_turns,
-    one_by_one,
     sub_groups,
 )
 from terrazzo.checkpoint.formats.source import new_file

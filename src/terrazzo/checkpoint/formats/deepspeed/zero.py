@@ -15,13 +15,6 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.formats.deepspeed.experts import (
-    expert_tensors,
-    has_experts,
-    ranks_by_experts,
-    stacked,
-    stacked_name,
-)
 from terrazzo.checkpoint.formats.deepspeed.files import (
     Contents,
     Files,
@@ -40,7 +33,17 @@ from terrazzo.checkpoint.formats.deepspeed.files import (
     steps_in,
     tensor_parallel,
 )
-from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, in_one_line, one_by_one, out_of_turns
+from terrazzo.checkpoint.formats.deepspeed.partitions import (
+    Placed,
+    expert_tensors,
+    has_experts,
+    in_one_line,
+    one_by_one,
+    out_of_turns,
+    ranks_by_experts,
+    stacked,
+    stacked_name,
+)
 from terrazzo.checkpoint.formats.table import Asked, read_rows
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
 from terrazzo.checkpoint.stores import Place
