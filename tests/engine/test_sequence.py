@@ -175,9 +175,61 @@ def check_other_labels() -> None:
         of_all(input_ids=ids, labels=torch.tensor([0, 2]))
 
 
+def check_arguments() -> None:
+    """What is no sequence stays whole, or is refused; a mask of padding is causal where attention is."""
+    from transformers import (
+        BartConfig,
+        BartForConditionalGeneration,
+        BertConfig,
+        BertForQuestionAnswering,
+        GPT2Config,
+        GPT2ForTokenClassification,
+        LlamaConfig,
+        LlamaForTokenClassification,
+    )
+
+    config = settings(train_batch_size=2, sequence_parallel_size=2)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 29}
+    ids = torch.randint(1, 29, (2, SEQUENCE), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = 0
+    for kind, tiny in (
+        (LlamaForTokenClassification, LlamaConfig(**sizes, num_attention_heads=2, num_labels=3)),
+        (GPT2ForTokenClassification, GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=29, num_labels=3)),
+    ):
+        alone = drawn(lambda: kind(tiny)).eval()  # noqa: B023  # called at once
+        expected = alone(input_ids=ids, attention_mask=mask).logits.detach()
+        engine = initialize(drawn(lambda: kind(tiny)), config=config)  # noqa: B023
+        engine.eval()
+        logits = engine(input_ids=ids, attention_mask=mask).logits
+        real = engine.sequences.part(mask).bool()
+        torch.testing.assert_close(logits[real], engine.sequences.part(expected)[real], rtol=1e-4, atol=1e-5)
+    answers = initialize(BertForQuestionAnswering(BertConfig(**sizes, num_attention_heads=2)), config=config)
+    for more in ({}, {"start_positions": torch.tensor([1, 9]), "end_positions": torch.tensor([2, 10])}):
+        with pytest.raises(EngineError, match="a BertForQuestionAnswering has a result for a whole sequence of 16"):
+            answers(input_ids=ids, **more)
+    widths = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    both = BartForConditionalGeneration(BartConfig(**widths, **heads, vocab_size=29, pad_token_id=0))
+    with pytest.raises(EngineError, match="BartForConditionalGeneration does not take position_ids"):
+        initialize(both, config=config)(input_ids=ids, labels=ids)
+
+    class Heads(WithPlaces):
+        def forward(self, x: Tensor, places: Tensor, heads: Tensor) -> Tensor:
+            return super().forward(x, places) * heads.sum()
+
+    x = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+    engine = initialize(Heads(), config=config)
+    places = torch.arange(LENGTH)[None]
+    assert engine(x, places, torch.ones(3, LENGTH + 1)).shape[1] == LENGTH // 2
+    with pytest.raises(EngineError, match=rf"argument 2 of shape \(3, {LENGTH}\) have the sequence of {LENGTH} pos"):
+        engine(x, places, torch.ones(3, LENGTH))
+
+
 def check_outside_and_labels() -> None:
     check_loss_outside()
     check_other_labels()
+    check_arguments()
 
 
 def test_a_loss_outside_of_the_model_and_what_is_refused():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from terrazzo.errors import EngineError
 from terrazzo.tensor.experimental.context_parallel import AttentionOver, attention_over
 
 _IGNORED = -100  # the label that Hugging Face's losses leave out
+# Hugging Face's models with a result for a whole sequence, and arguments that such models have.
+_OF_WHOLE = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentence", "ForPreTrain")
+_FOR_WHOLE = ("start_positions", "end_positions", "next_sentence_label")
 
 
 class SharedSequences:
@@ -34,8 +37,13 @@ class SharedSequences:
     def __init__(self, config: EngineConfig, axis: Axis, module: nn.Module) -> None:
         self._axis, self._method, self._module = axis, config.sequence_parallel_method, module
         loss = getattr(module, "loss_function", None)
+        self._kind = type(module).__name__.removeprefix("FSDP")  # of the class that fully_shard has made of it
         self._of_transformers = loss is not None and hasattr(module, "config")
-        self._shifts = "ForCausalLM" in str(getattr(module, "loss_type", "")) or "ForCausalLM" in type(module).__name__
+        type_of_loss = getattr(module, "loss_type", None)  # None: unknown, and Transformers' default is ForCausalLMLoss
+        is_default = type_of_loss is not None and getattr(loss, "__name__", "") == "ForCausalLMLoss"
+        self._shifts = is_default or "ForCausalLM" in str(type_of_loss) or "ForCausalLM" in self._kind
+        is_causal = getattr(getattr(module, "config", None), "is_causal", True)
+        self._is_causal = is_causal and any(getattr(m, "is_causal", False) for m in module.modules())
 
     def part(self, tensor: Tensor, dim: int = 1) -> Tensor:
         """This rank's part along the sequence."""
@@ -61,21 +69,30 @@ class SharedSequences:
             )
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The model's arguments, with tensors that have the sequence as dim 1 cut along it."""
+        """The model's arguments, with tensors that have the batch as dim 0 and the sequence as dim 1 cut along it."""
         named = [kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
         tensors = [t for t in (*named, *args, *kwargs.values()) if isinstance(t, Tensor) and t.dim() >= 2]
         if not tensors:
             raise EngineError("sequence_parallel_size: no argument of the model has a sequence as dim 1")
-        length = tensors[0].shape[1]
+        batch, length = tensors[0].shape[:2]
         if self._of_transformers:
             kwargs = self._prepared(kwargs, tensors[0], length)
         whole = {"attention_mask"} if getattr(kwargs.get("attention_mask"), "ndim", 0) == 4 else set()
 
-        def mine(value: Any) -> Any:
-            cuts = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == length
-            return self.part(value) if cuts else value
+        def mine(name: object, value: Any) -> Any:
+            if name == "position_ids" and isinstance(value, Tensor) and value.dim() == 3:
+                return self.part(value, 2)  # several kinds of positions, as with images
+            if name in whole or not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != length:
+                return value
+            if value.shape[0] in (1, batch):
+                return self.part(value)
+            raise EngineError(
+                f"sequence_parallel_size: does the argument {name!r} of shape {tuple(value.shape)} have the sequence "
+                f"of {length} positions? One that has it begins with {batch} samples, or 1 for all, and the positions. "
+                "Pad the sequence to another length, or let the model have this tensor as a buffer"
+            )
 
-        return tuple(map(mine, args)), {name: v if name in whole else mine(v) for name, v in kwargs.items()}
+        return tuple(mine(i, v) for i, v in enumerate(args)), {name: mine(name, v) for name, v in kwargs.items()}
 
     def averaged(self, outputs: Any) -> Any:
         """The model's outputs, with the values of losses averaged over the ranks; their gradients stay this rank's."""
@@ -92,9 +109,15 @@ class SharedSequences:
 
     def _prepared(self, kwargs: dict[str, Any], first: Tensor, length: int) -> dict[str, Any]:
         self._refuse_windows(length)
-        kwargs = dict(kwargs)
-        accepted = inspect.signature(self._module.forward).parameters
-        if kwargs.get("position_ids") is None and "position_ids" in accepted:
+        kwargs, kind = dict(kwargs), self._kind
+        if any(name in kind for name in _OF_WHOLE) or any(kwargs.get(name) is not None for name in _FOR_WHOLE):
+            self._refuse_whole(f"a {kind}", length)
+        if "position_ids" not in inspect.signature(self._module.forward).parameters:
+            raise EngineError(
+                f"sequence_parallel_size: a {kind} does not take position_ids, so each rank would count the positions "
+                "of its part from 0: use another model, or leave the key out"
+            )
+        if kwargs.get("position_ids") is None:
             kwargs["position_ids"] = torch.arange(length, device=first.device).expand(first.shape[0], length)
         labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
         if labels is not None and self._shifts:
@@ -115,25 +138,27 @@ class SharedSequences:
     def _check_labels(self, labels: Tensor, length: int) -> None:
         """Raise if the loss is not the mean of the losses of the parts."""
         if labels.dim() < 2 or labels.shape[1] != length:
-            raise EngineError(
-                f"sequence_parallel_size: a {type(self._module).__name__} with labels of shape {tuple(labels.shape)} "
-                f"has a result for a whole sequence of {length} positions, of which each rank has a part: leave the "
-                "key out"
-            )
+            self._refuse_whole(f"a {self._kind} with labels of shape {tuple(labels.shape)}", length)
         counts = torch.stack([(part != _IGNORED).sum() for part in labels.chunk(self._axis.size, 1)]).tolist()
         if len(set(counts)) > 1:
             raise EngineError(
                 f"sequence_parallel_size: the parts of the sequence have {counts} labels that count (others are "
-                f"{_IGNORED}), and a {type(self._module).__name__} takes the mean of each part: compute the loss "
+                f"{_IGNORED}), and a {self._kind} takes the mean of each part: compute the loss "
                 "outside of the model, see Engine.sequences"
             )
+
+    def _refuse_whole(self, model: str, length: int) -> NoReturn:
+        raise EngineError(
+            f"sequence_parallel_size: {model} has a result for a whole sequence of {length} positions, of which each "
+            "rank has a part: leave the key out"
+        )
 
     def _rows_of_mask(self, mask: Tensor) -> Tensor:
         """Which keys of the whole sequence each of this rank's queries sees, from a mask of padding."""
         positions = torch.arange(mask.shape[1], device=mask.device)
         rows = self.part(positions, 0)
         seen = mask.bool()[:, None, None, :].expand(-1, 1, len(rows), -1)
-        return seen & (positions <= rows[:, None]) if self._shifts else seen
+        return seen & (positions <= rows[:, None]) if self._is_causal else seen
 
     def _refuse_windows(self, length: int) -> None:
         config: Any = self._module.config
