@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from checkpoint.faults import FaultySystem
 from ranks import device_type, run_fresh, run_ranks
 from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, load, save
+from terrazzo.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
 from terrazzo.checkpoint.formats import HuggingFaceReader, HuggingFaceWriter, detect
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, lay_out
@@ -35,6 +36,7 @@ from terrazzo.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointExistsError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     ConflictError,
     UnsupportedValueError,
@@ -461,18 +463,28 @@ def check_torch_classes(folder: str) -> None:
     target = empty()
     load(target, storage_reader=HuggingFaceStorageReader(f"{folder}/theirs"))
     check(target)
-    dist.barrier()
+    # Parts become whole tensors, in as many files as are asked for; files that are complete are copied, also in place.
+    for source, place, files in (
+        ("theirs", "theirs/whole", numbers),
+        ("ours", "one", dict.fromkeys(numbers, 1)),
+        ("theirs", "theirs", numbers),
+        ("ours", "ours", numbers),
+    ):
+        consolidate_safetensors_files_on_every_rank(f"{folder}/{source}", f"{folder}/{place}", files)
+    with pytest.raises(CheckpointMismatchError, match="has no 'x', nor 1 more that are named"):
+        consolidate_safetensors_files_on_every_rank(f"{folder}/ours", f"{folder}/none", {"x": 1, "y": 1, "w": 1})
 
 
 @pytest.mark.cpu_only("PyTorch's save reads pinned memory before it is there, if another device is current")
 def test_names_of_pytorch(tmp_path: Path) -> None:
     run_ranks(2, check_torch_classes, str(tmp_path))
-    assert sorted(os.listdir(tmp_path / "ours")) == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-    ]
-    assert equal(found_in(tmp_path / "ours"), {"w": torch.arange(30.0).reshape(5, 6), "b": torch.arange(4)})
+    two = [*(f"model-0000{number}-of-00002.safetensors" for number in (1, 2)), "model.safetensors.index.json"]
+    assert sorted(os.listdir(tmp_path / "ours")) == two
+    assert sorted(os.listdir(tmp_path / "theirs/whole")) == two
+    assert sorted(os.listdir(tmp_path / "one")) == ["model-00001-of-00001.safetensors", two[-1]]
+    for folder in ("ours", "one", "theirs", "theirs/whole"):
+        found = found_in(tmp_path / folder)
+        assert equal(found, {"w": torch.arange(30.0).reshape(5, 6), "b": torch.arange(4)})
 
 
 @pytest.mark.on_late

@@ -63,6 +63,7 @@ MODULES: Final[Mapping[str, str]] = {
     "_tensor.api": "terrazzo.tensor",
     "_tensor.experimental._attention": "terrazzo.tensor.experimental",
     "_tensor.placement_types": "terrazzo.tensor.placement_types",
+    "checkpoint._consolidate_hf_safetensors": "terrazzo.checkpoint._consolidate_hf_safetensors",
     "checkpoint._fsspec_filesystem": "terrazzo.checkpoint._fsspec_filesystem",
     "fsdp._fully_shard": "terrazzo.fsdp",
     "tensor.experimental._attention": "terrazzo.tensor.experimental",
