@@ -25,6 +25,7 @@ import terrazzo.tensor as our_tensor
 from benchmarks import checkpoint_scale as scale
 from benchmarks.async_blocks import async_blocks
 from benchmarks.cases import Budget, Implementations, Prepared, Setting, case
+from benchmarks.measure import extra_memory
 
 State = dict[str, Any]
 _PIECE = 16 << 20
@@ -270,26 +271,11 @@ def command_verify(setting: Setting) -> Implementations:
     return _command(setting, "verify", "PATH")
 
 
-def _extra_memory(work: Callable[[], object]) -> float:
-    """The most memory, in MB, that this process had during `work` beyond what it had before."""
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-    work()
-    return max(0.0, (_status("VmHWM") - before) / 1e6)
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(field)
-
-
 @case(world=2, unit="MB", repetitions=3, budget=Budget("value", 64))
 def save_memory(setting: Setting) -> Implementations:
     job = _large(setting)
     state = job.state(our_tensor, 0, 1.0)
-    return {"terrazzo": lambda: _extra_memory(lambda: ours.save(state, checkpoint_id=job.folder("ours")))}
+    return {"terrazzo": lambda: extra_memory(lambda: ours.save(state, checkpoint_id=job.folder("ours")))}
 
 
 @case(world=2, unit="MB", repetitions=3, budget=Budget("value", 64))
@@ -297,7 +283,7 @@ def load_memory(setting: Setting) -> Implementations:
     job = _large(setting)
     ours.save(job.state(our_tensor, 0, 1.0), checkpoint_id=job.folder("ours"))
     state = job.state(our_tensor, 1, 0.0)
-    return {"terrazzo": lambda: _extra_memory(lambda: ours.load(state, checkpoint_id=job.folder("ours")))}
+    return {"terrazzo": lambda: extra_memory(lambda: ours.load(state, checkpoint_id=job.folder("ours")))}
 
 
 @case(world=2, unit="MB", repetitions=3, budget=Budget("value", 64))
@@ -306,9 +292,7 @@ def async_save_memory(setting: Setting) -> Implementations:
     job = _large(setting)
     state = job.state(our_tensor, 0, 1.0)
     ours.async_save(state, checkpoint_id=job.folder("ours")).result()
-    return {
-        "terrazzo": lambda: _extra_memory(lambda: ours.async_save(state, checkpoint_id=job.folder("ours")).result())
-    }
+    return {"terrazzo": lambda: extra_memory(lambda: ours.async_save(state, checkpoint_id=job.folder("ours")).result())}
 
 
 def _training_state(dtype: torch.dtype, quick: bool) -> State:

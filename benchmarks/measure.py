@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -111,3 +112,18 @@ def _slowest_rank(values: list[float]) -> list[float]:
     shared = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return [float(value) for value in shared]
+
+
+def extra_memory(work: Callable[[], object]) -> float:
+    """The most memory, in MB, that this process had during `work` beyond what it had before."""
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    work()
+    return max(0.0, (_status("VmHWM") - before) / 1e6)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(field)

@@ -336,6 +336,10 @@ class EngineCallError(EngineError, AssertionError):
     """A method of the engine was called where it may not be; DeepSpeed raises an AssertionError for such a call."""
 
 
+class StateFileError(EngineError, OSError):
+    """Optimizer state could not be read from its files, or written there."""
+
+
 class LossScaleError(EngineError, FloatingPointError):
     """Gradients overflow at the smallest loss scale."""
 

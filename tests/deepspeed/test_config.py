@@ -108,6 +108,7 @@ OTHER_DEFAULTS = {
 # Keys that mean the same as in DeepSpeed, but which it does not have (any more), or whose sections need them.
 WITHOUT_DEFAULT = {
     "zero_optimization.wrap", "zero_optimization.offload_optimizer.step_on", "seed",  # terrazzo's own
+    "zero_optimization.offload_optimizer.buffer_size",  # too
     "sequence_parallel_size", "sequence_parallel_method",  # the first is DeepSpeed's, which has no default
     "sparse_gradients",  # of DeepSpeed until 0.18
     "use_data_before_expert_parallelism",  # False: DeepSpeed reads it by a function of its own

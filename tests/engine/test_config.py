@@ -25,7 +25,17 @@ LTD = {"enabled": True, "random_ltd_layer_id": [1]}
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled"),
         ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}}, "min_loss_scale"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer needs .* 1 or 2 or 3"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "'nvme' is not supported"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "'nvme' is not supported: a param"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "needs nvme_path"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "x", "step_on": "device"}}},
+            "'nvme' with step_on 'device'",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "x", "buffer_count": 0}}},
+            "buffer_count",
+        ),
+        ({"aio": {"block_sise": 1}}, "block_sise; did you mean block_size"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}, r"offload_param\.device"),
         (
             {

@@ -32,7 +32,7 @@ from typing import Any
 from outcomes import Absent, Outcomes, counted, end_with_parent, outcomes_of
 
 # Left out are folders about what terrazzo refuses, or has not: automatic tensor and expert parallelism, Ulysses,
-# inference, compiling passes, quantised kernels, NVMe, the launcher.
+# inference, compiling passes, quantised kernels, libaio, the launcher.
 FILES = [
     *(
         "v1/zero",

@@ -23,6 +23,7 @@ def report() -> str:
         "python": f"{platform.python_version()} on {platform.platform()}",
         "devices": f"{count} of {device.type}" if device is not None and count else "no accelerator",
         "backends": ", ".join(backends),
+        "offload": "optimizer state to the CPU or NVMe, by threads, without libaio and GDS; parameters to the CPU",
         **{name: _version(name) for name in ("deepspeed", "transformers", "accelerate", "peft", "pydantic", "hjson")},
     }
     return "\n".join(f"{name:<14}{fact}" for name, fact in facts.items())

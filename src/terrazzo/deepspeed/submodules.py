@@ -38,6 +38,8 @@ SUBMODULES: Final[Mapping[str, str]] = {
     "utils.z3_leaf_module": "utils.leaves",
 }
 
+_NVME = "set zero_optimization.offload_optimizer.device to nvme: threads read and write, not libaio"
+
 ABSENT: Final[Mapping[str, str]] = {
     "init_inference": "inference is not supported: use the model itself",
     "tp_model_init": "set tensor_parallel.autotp_size, or use terrazzo.tensor.parallel.parallelize_module",
@@ -55,8 +57,8 @@ ABSENT: Final[Mapping[str, str]] = {
     "launcher.multinode_runner": "`terrazzo deepspeed` starts ranks over ssh; or use `terrazzo train` in a cluster",
     "module_inject": "parallelize the model with terrazzo.tensor.parallel.parallelize_module",
     "nebula": "DeepSpeed 0.19 has removed it",
-    "nvme": "there is no offload to NVMe; offload to the CPU",
-    "ops.aio": "there is no offload to NVMe; offload to the CPU",
+    "nvme": _NVME,
+    "ops.aio": _NVME,
     "ops.sparse_attention": "use PyTorch's scaled_dot_product_attention or flex_attention",
     "ops.transformer": "use PyTorch's layers",
     "runtime.comm": "use terrazzo.deepspeed.comm, or the functions of torch.distributed",
@@ -64,7 +66,7 @@ ABSENT: Final[Mapping[str, str]] = {
     "runtime.fp16.onebit": "1-bit optimizers are not supported: use Adam or Lamb, and zero_quantized_gradients",
     "runtime.hybrid_engine": "an engine for generation is not supported",
     "runtime.sequence_parallel": "set sequence_parallel_size in the config: the engine cuts sequences",
-    "runtime.swap_tensor": "there is no offload to NVMe; offload to the CPU",
+    "runtime.swap_tensor": _NVME,
     "runtime.tensor_parallel": "set tensor_parallel.autotp_size in the config",
     "runtime.zero.tiling": "parallelize the layer with terrazzo.tensor.parallel, or recompute it in chunks",
     "utils.timer": "use torch.profiler",

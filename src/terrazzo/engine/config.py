@@ -37,9 +37,24 @@ class OffloadConfig(_Section, frozen=True):
 
 
 class OffloadOptimizerConfig(OffloadConfig, frozen=True):
-    """`offload_optimizer`; with `step_on` "device" only the optimizer's state is in CPU memory, except in its step."""
+    """`offload_optimizer`; with `step_on` "device" only the optimizer's state is in CPU memory, except in its step.
+
+    With `device` "nvme" the state is in files without names in the folder `nvme_path`, and in memory, during a step,
+    at most `buffer_count` times `buffer_size` bytes of it, or more if that of one parameter is larger.
+    """
 
     step_on: Literal["cpu", "device"] = "cpu"
+    nvme_path: str | None = None
+    buffer_count: Count = 4
+    buffer_size: Count = 128 << 20
+
+
+class AioConfig(_Section, frozen=True):
+    """`aio`: how files of state are read and written: in blocks of so many bytes, so many at once."""
+
+    block_size: Count = 1 << 20
+    queue_depth: Count = 8  # blocks at once, for each of `intra_op_parallelism`
+    intra_op_parallelism: Count = 1
 
 
 class LeafConfig(_Section, frozen=True):
@@ -255,6 +270,7 @@ class EngineConfig(_Section, frozen=True):
     wandb: WandbConfig = WandbConfig()
     flops_profiler: FlopsConfig = FlopsConfig()
     comms_logger: CommsConfig = CommsConfig()
+    aio: AioConfig = AioConfig()
     steps_per_print: Count | None = None
     seed: int = 1234
 
@@ -379,6 +395,7 @@ def _check(config: EngineConfig) -> None:
     if config.gradient_allreduce_op == "sum" and zero.stage == 3:
         raise EngineConfigError("config: gradient_allreduce_op 'sum' needs zero_optimization.stage 0, 1 or 2, not 3")
     _check_offload(config.zero_optimization)
+    _check_files(config.zero_optimization)
     metrics = config.data_efficiency.data_sampling.curriculum_learning
     if metrics.enabled and not metrics.curriculum_metrics:
         raise EngineConfigError(
@@ -402,13 +419,32 @@ def _check_offload(zero: ZeroConfig) -> None:
         ("offload_optimizer", zero.offload_optimizer, (1, 2, 3)),
         ("offload_param", zero.offload_param, (3,)),
     ):
-        if section.device == "nvme":
-            raise EngineConfigError(f"config: zero_optimization.{name}.device 'nvme' is not supported; use 'cpu'")
         if section.device == "cpu" and zero.stage not in stages:
             raise EngineConfigError(
                 f"config: zero_optimization.{name} needs zero_optimization.stage "
                 f"{' or '.join(map(str, stages))}, not {zero.stage}"
             )
+
+
+def _check_files(zero: ZeroConfig) -> None:
+    """What is in files."""
+    if zero.offload_param.device == "nvme":
+        raise EngineConfigError(
+            "config: zero_optimization.offload_param.device 'nvme' is not supported: a parameter's shard is read for "
+            "each forward and backward, not once in a step, so it stays in memory; use 'cpu', with "
+            "offload_optimizer.device 'nvme' for the optimizer's state, which has twice the size"
+        )
+    if zero.offload_optimizer.device != "nvme":
+        return
+    if not zero.offload_optimizer.nvme_path:
+        raise EngineConfigError(
+            "config: zero_optimization.offload_optimizer.device 'nvme' needs nvme_path: a folder on a local disk"
+        )
+    if zero.offload_optimizer.step_on == "device":
+        raise EngineConfigError(
+            "config: zero_optimization.offload_optimizer.device 'nvme' with step_on 'device': state is read from files "
+            "to the CPU, where the optimizer steps; leave out step_on, or use device 'cpu'"
+        )
 
 
 def _batch(config: EngineConfig, data_parallel: int) -> Batch:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, Final
 
 import msgspec
@@ -79,12 +80,14 @@ OWN_NAMES: Final = frozenset(
 def content(engine: Trained, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> dict[str, Any]:
     """Everything that a checkpoint of the engine holds."""
     check_client_names(client_state)
+    if engine.pages is not None:
+        engine.pages.check()
     reshard(engine.module)
     frozen = None if exclude_frozen else frozen_parameters(engine)
     state = {
         "module": own_tensors(engine, exclude_frozen=exclude_frozen),
         "buffer_names": buffer_names(engine.module),
-        "optimizer": without_copies(get_optimizer_state_dict(engine.module, engine.optimizer), engine.shared_params),
+        "optimizer": without_copies(optimizer_state(engine), engine.shared_params),
         "param_shapes": param_shapes(engine),
         "frozen_param_shapes": None if frozen is None else [[name, list(p.shape)] for name, p in frozen.items()],
         "frozen_param_fragments": None if frozen is None else _fragments(frozen, engine.ranks.mesh.ndim),
@@ -107,6 +110,12 @@ def content(engine: Trained, client_state: Mapping[str, Any], *, exclude_frozen:
     if engine.pipeline is not None:
         state = of_all_stages(state, engine.pipeline.axis)
     return {**state, **client_state}
+
+
+def optimizer_state(engine: Trained) -> dict[str, Any]:
+    """The optimizer's state and groups; that of parameters without any yet is where the others' is."""
+    with nullcontext() if engine.pages is None else engine.pages.complete():
+        return get_optimizer_state_dict(engine.module, engine.optimizer)
 
 
 def check_client_names(client_state: Mapping[str, Any]) -> None:

@@ -60,7 +60,8 @@ def _refused(why: str, *nothing: Any) -> Key:
 
 _BUCKETS = "what travels together follows from `zero_optimization.wrap`"
 _FP32 = "parameters, gradients and optimizer states are float32"
-_NVME = "DeepSpeed reads it only if `device` is `nvme`, which is an error"
+_NO_PARAMS = "DeepSpeed reads it only if `device` is `nvme`, which is an error: parameters stay in memory"
+_OVERLAP = "files are always read ahead and written behind"
 _KEPT = "inputs of checkpointed functions stay on their device, whole"
 _GONE = "DeepSpeed 0.19 has removed it"
 _LAUNCHER = "it belongs to DeepSpeed's launcher"
@@ -189,18 +190,23 @@ _ZERO = {
             "stage3_gather_fp16_weights_on_model_save",
         )
     },
-    "offload_optimizer.device": _done("`none` or `cpu`"),
+    "offload_optimizer.device": _done("`none`, `cpu` or `nvme`, here in stage 0 too: only the state is in files"),
     "offload_optimizer.pin_memory": _done(),
+    "offload_optimizer.nvme_path": _done("the files in it have no names, and end with the run"),
+    "offload_optimizer.buffer_count": _done("how many pieces of the state are in memory at once"),
+    "offload_optimizer.buffer_size": _done("terrazzo's own: bytes of state in one piece, if it is not one tensor's"),
     "offload_optimizer.step_on": _done("terrazzo's own: `device` keeps only the optimizer's state on the CPU"),
     "offload_param.device": _done("`none` or `cpu`"),
     "offload_param.pin_memory": _done(),
-    **{
-        f"offload_optimizer.{key}": _harmless(_NVME)
-        for key in ("buffer_count", "cpuadam_cores_perc", "fast_init", "nvme_path", "pipeline_read", "pipeline_write")
-    },
+    **{f"offload_optimizer.{key}": _harmless(_OVERLAP) for key in ("pipeline_read", "pipeline_write")},
+    "offload_optimizer.cpuadam_cores_perc": _harmless("the optimizer has the threads of PyTorch"),
+    "offload_optimizer.fast_init": _harmless("state is made in the first step"),
     "offload_optimizer.ratio": _warned("all of it is offloaded", 1.0),
     "offload_optimizer.super_offload": _warned("all of it is offloaded", False),
-    **{f"offload_param.{key}": _harmless(_NVME) for key in ("buffer_count", "buffer_size", "max_in_cpu", "nvme_path")},
+    **{
+        f"offload_param.{key}": _harmless(_NO_PARAMS)
+        for key in ("buffer_count", "buffer_size", "max_in_cpu", "nvme_path")
+    },
 }
 
 _PRECISION = {
@@ -298,10 +304,12 @@ _OTHERS = {
         f"activation_checkpointing.{key}": _harmless(_KEPT)
         for key in ("number_checkpoints", "profile", "synchronize_checkpoint_boundary")
     },
-    **{
-        f"aio.{key}": _harmless(_NVME)
-        for key in ("block_size", "intra_op_parallelism", "overlap_events", "queue_depth", "single_submit", "use_gds")
-    },
+    "aio.block_size": _done("bytes of one read or write"),
+    "aio.queue_depth": _done("reads and writes at once, for each of `intra_op_parallelism`"),
+    "aio.intra_op_parallelism": _done("times `queue_depth`, at most 64, is the number of threads"),
+    "aio.overlap_events": _harmless("threads read and write, not libaio"),
+    "aio.single_submit": _harmless("threads read and write, not libaio"),
+    "aio.use_gds": _warned("state is read to the CPU, where the optimizer steps", False),
     "checkpoint.tag_validation": _harmless(
         "different tags are always an error: one checkpoint has the parts of all ranks", "ignore", "warn", "fail"
     ),

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from terrazzo.checkpoint import CheckpointManager
 from terrazzo.checkpoint.manager import Which
-from terrazzo.comm import collectives
+from terrazzo.comm import ControlPlane, collectives
 from terrazzo.engine.config import Batch, EngineConfig
 from terrazzo.engine.content import buffer_names, module_state_dict
 from terrazzo.engine.gradients import prepare_gradients
@@ -30,6 +30,7 @@ from terrazzo.engine.lr import SchedulerLike, make_scheduler
 from terrazzo.engine.marks import mark
 from terrazzo.engine.monitors import monitors_of, watcher
 from terrazzo.engine.optim import OptimizerLike, Parameters, make_optimizer
+from terrazzo.engine.paging import PagedState
 from terrazzo.engine.pipeline import Pipeline
 from terrazzo.engine.placing import Ranks, compile_together, compute_dtype, reshard, shard_model
 from terrazzo.engine.random_ltd import RandomLTD
@@ -73,6 +74,7 @@ class Engine(Shown):
         module: the model, its parameters sharded as the ZeRO stage requires; in a pipeline, this rank's stages.
         pipeline: the stages and their schedule, in a pipeline; else None.
         optimizer: the optimizer of the sharded parameters.
+        pages: steps the optimizer if its state is in files; else None.
         lr_scheduler: stepped after each optimizer step that was not skipped; None if there is none.
         training_dataloader: loads the training data that `initialize` got, or is the loader that it got; None if it got
             neither.
@@ -118,6 +120,7 @@ class Engine(Shown):
         self.module: Any = whole
         self.sequences = None if ranks.sequence is None else SharedSequences(config, ranks.sequence, whole)
         self.optimizer = make_optimizer(optimizer, config.optimizer, whole, names, parameters)
+        self.pages: PagedState | None = self._pages()
         self.lr_scheduler = make_scheduler(lr_scheduler, config.scheduler, self.optimizer)
         self.training_dataloader: DataLoader[Any] | StatefulLoader | None = None
         self.stateful_loader: StatefulLoader | None = None
@@ -145,6 +148,18 @@ class Engine(Shown):
         self._norm: Tensor | None = None
         if self.pipeline is None:
             self.losses.watch(whole)
+
+    def _pages(self) -> PagedState | None:
+        """What steps the optimizer if its state is in files; a folder that cannot be used is an error on all ranks."""
+        section = self.config.zero_optimization.offload_optimizer
+        if section.device != "nvme":
+            return None
+        made: list[PagedState] = []
+        plane = ControlPlane.for_group()
+        plane.run_together(
+            lambda: made.append(PagedState(self.optimizer, section, self.config.aio)), f"opening {section.nvme_path}"
+        )
+        return made[0]
 
     def _reports(self, module: nn.Module) -> tuple[FlopsReport | None, CommsReport | None]:
         """The reports that the config asks for."""
@@ -341,7 +356,7 @@ class Engine(Shown):
                 "step %d skipped: gradients overflow at loss scale %g", self.global_steps, self.loss_scale.value
             )
         else:
-            self.optimizer.step()
+            (self.optimizer if self.pages is None else self.pages).step()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
         self.optimizer.zero_grad(set_to_none=True)

@@ -242,7 +242,7 @@ def _precision(config: EngineConfig) -> MixedPrecisionPolicy:
 
 def _offload(config: EngineConfig) -> OffloadPolicy:
     sections = (config.zero_optimization.offload_optimizer, config.zero_optimization.offload_param)
-    chosen = [section for section in sections if section.device == "cpu"]
+    chosen = [section for section in sections if section.device in ("cpu", "nvme")]
     if not chosen:
         return OffloadPolicy()
     on_device = config.zero_optimization.offload_optimizer.step_on == "device"

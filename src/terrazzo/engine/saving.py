@@ -7,6 +7,7 @@ run dies there is a whole checkpoint.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import warnings
@@ -28,6 +29,8 @@ from terrazzo.checkpoint import (
     DefaultSavePlanner,
     LazyTensor,
     LoadPlan,
+    ReadItem,
+    WriteItem,
     load,
 )
 from terrazzo.checkpoint.manager.committing import AllRanks, save_named
@@ -37,14 +40,22 @@ from terrazzo.checkpoint.native.names import LATEST as LATEST_NAMES
 from terrazzo.checkpoint.native.names import name_as_latest, name_of_step, named_by_latest
 from terrazzo.checkpoint.plan.flatten import as_pattern, set_element
 from terrazzo.checkpoint.run.locate import reader_for
-from terrazzo.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from terrazzo.checkpoint.state_dict import set_optimizer_state_dict
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.comm import ControlPlane
 from terrazzo.engine import loaders
-from terrazzo.engine.content import OWN_NAMES, check_client_names, content, frozen_parameters, own_tensors
+from terrazzo.engine.content import (
+    OWN_NAMES,
+    check_client_names,
+    content,
+    frozen_parameters,
+    optimizer_state,
+    own_tensors,
+)
 from terrazzo.engine.deepspeed_layout import save_in_deepspeed_layout
 from terrazzo.engine.gathering import gather_over
 from terrazzo.engine.marks import mark
+from terrazzo.engine.paging import PagedState
 from terrazzo.engine.placing import reshard
 from terrazzo.engine.rng import derive_random_state, set_random_state
 from terrazzo.engine.saved_keys import keyed_like
@@ -104,8 +115,13 @@ def save_engine(
         finished: Future[None] = Future()
         finished.set_result(None)
         return finished
+    if async_op and engine.pages is not None:
+        raise EngineError(
+            "save_checkpoint(async_op=True) copies the state to memory, but that of the optimizer is in files "
+            "(offload_optimizer.device 'nvme') because it is too large for that: leave out async_op"
+        )
     state = content(engine, client_state, exclude_frozen=exclude_frozen)
-    return save_named(folder, tag, state, planner=_RunPlanner(), latest=save_latest, async_op=async_op, ranks=ranks)
+    return save_named(folder, tag, state, planner=_planner(engine), latest=save_latest, async_op=async_op, ranks=ranks)
 
 
 def save_step(
@@ -122,7 +138,9 @@ def save_step(
         return False
     check_client_names(client_state)
     make = partial(content, engine, client_state, exclude_frozen=exclude_frozen)
-    return manager.save(engine.global_steps, make, metrics, force=force, planner=_RunPlanner())
+    return manager.save(
+        engine.global_steps, make, metrics, force=force, planner=_planner(engine), in_background=engine.pages is None
+    )
 
 
 class _RunPlanner(DefaultSavePlanner):
@@ -133,6 +151,24 @@ class _RunPlanner(DefaultSavePlanner):
     ) -> None:
         self.lowest_rank_wins = tuple(as_pattern(f"module.{name}") for name in state_dict["buffer_names"])
         super().set_up_planner(dict(state_dict), storage_meta, is_coordinator)
+
+
+class _PagedPlanner(_RunPlanner):
+    """Of state in files, only what is being written is in memory."""
+
+    def __init__(self, pages: PagedState) -> None:
+        super().__init__()
+        self._pages = pages
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        data = super().resolve_data(write_item)
+        if isinstance(data, torch.Tensor):
+            self._pages.look_at(data)
+        return data
+
+
+def _planner(engine: Trained) -> _RunPlanner:
+    return _RunPlanner() if engine.pages is None else _PagedPlanner(engine.pages)
 
 
 def _check_no_link(folder: Place, tag: str) -> None:
@@ -242,16 +278,22 @@ def load_engine(
 
     def restore() -> None:
         wanted: dict[str, Any] = {"module": state}
-        live = get_optimizer_state_dict(engine.module, engine.optimizer) if optimizer and not module_only else None
+        live = optimizer_state(engine) if optimizer and not module_only else None
         if live is not None:
             wanted["optimizer"] = {"state": _renamed(live["state"], _tied(engine))}
-        load(wanted, storage_reader=reader, planner=_MarkingPlanner())
+        load(
+            wanted,
+            storage_reader=reader,
+            planner=_MarkingPlanner() if engine.pages is None else _PagedLoadPlanner(engine.pages),
+        )
         _finish_module(engine, state, copies)
         if live is not None:
             here = {first: name for name, first in _tied(engine).items()}
             groups = _param_groups(engine, values.get("optimizer", {}).get("param_groups", []), live["param_groups"])
             loaded = {"state": _renamed(wanted["optimizer"]["state"], here), "param_groups": groups}
             set_optimizer_state_dict(engine.module, engine.optimizer, loaded)
+            if engine.pages is not None:
+                engine.pages.mend()
 
     if engine.pipeline is None:
         restore()
@@ -270,6 +312,19 @@ class _MarkingPlanner(DefaultLoadPlanner):
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         mark("planned")
         return super().finish_plan(new_plan)
+
+
+class _PagedLoadPlanner(_MarkingPlanner):
+    """Of state in files, only what is being read is in memory."""
+
+    def __init__(self, pages: PagedState) -> None:
+        super().__init__()
+        self._pages = pages
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        tensor = super().resolve_tensor(read_item)
+        self._pages.look_at(tensor, for_writing=True)
+        return tensor
 
 
 def _values(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from terrazzo.engine.config import Batch, EngineConfig
 from terrazzo.engine.loaders import StatefulLoader
 from terrazzo.engine.loss_scale import LossScale
 from terrazzo.engine.lr import Scheduler
+from terrazzo.engine.paging import PagedState
 from terrazzo.engine.pipeline import Pipeline
 from terrazzo.engine.placing import Ranks
 from terrazzo.engine.random_ltd import RandomLTD
@@ -22,6 +23,7 @@ class Trained(Protocol):
 
     module: Any
     optimizer: torch.optim.Optimizer
+    pages: PagedState | None
     lr_scheduler: Scheduler | None
     data_sampler: ResumableSampler | None
     stateful_loader: StatefulLoader | None

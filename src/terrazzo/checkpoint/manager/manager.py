@@ -146,6 +146,7 @@ class CheckpointManager(Shown):
         *,
         force: bool = False,
         planner: SavePlanner | None = None,
+        in_background: bool = True,
     ) -> bool:
         """Save a step if the policy says so or with `force`; returns whether it is saved, the same on all ranks.
 
@@ -160,6 +161,7 @@ class CheckpointManager(Shown):
             metrics: Numbers by name, stored with the checkpoint.
             force: Save it even if the policy does not.
             planner: As for `terrazzo.checkpoint.save`.
+            in_background: Whether it may be saved in the background: False for a state too large to be copied.
         """
         self._check_open()
         step = checked_step(step)
@@ -177,7 +179,7 @@ class CheckpointManager(Shown):
                 self._made(state, record),
                 planner=planner,
                 base=None if base is None else place / name_of_step(base),
-                async_op=self._async,
+                async_op=self._async and in_background,
                 ranks=self._ranks,
             )
         except BaseException:
