@@ -371,8 +371,8 @@ class DeepSpeedEngine(nn.Module):
     ) -> None:
         """Move what is on the accelerator to the CPU until `reload_states`, which must be called before the next step.
 
-        Of the parameters, shards in float32 are `hp_params`, and whole ones in the precision of forward, which stages 0
-        to 2 have between steps, are `lp_params`; the model cannot run without `hp_params`.
+        Of the parameters, whole ones in the precision of forward, which stages 0 to 2 have between steps, are
+        `lp_params`, and are freed. The shards in float32, `hp_params`, stay where they are, which a warning says.
 
         Args:
             include: What to move; None: everything.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,6 @@ class _Away:
 
     states: list[tuple[dict[str, Any], str]] = field(default_factory=list)  # a parameter's, and a key
     grads: list[tuple[Any, Tensor]] = field(default_factory=list)  # a parameter, and its gradient
-    parameters: bool = False
 
 
 _away: WeakKeyDictionary[Engine, _Away] = WeakKeyDictionary()
@@ -64,8 +64,7 @@ def offload_states(
     if wanted(_TYPES.hp_params) or wanted(_TYPES.lp_params):
         engine.reshard()  # whole parameters in the precision of forward are freed
     if wanted(_TYPES.hp_params) and any(p.device.type != "cpu" for p in engine.module.parameters()):
-        engine.module.to("cpu")
-        away.parameters = True
+        warnings.warn("offload_states: the parameters' float32 shards stay on the accelerator", stacklevel=3)
 
 
 def reload_states(engine: Engine) -> None:
@@ -73,8 +72,6 @@ def reload_states(engine: Engine) -> None:
     away = _away.pop(engine, None)
     if away is None:
         return
-    if away.parameters:
-        engine.module.to(engine.device)
     for parameter, grad in away.grads:
         parameter.grad = grad.to(parameter.device)
     for state, key in away.states:
