@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 LAYERS = 8
+SETTLES = 20  # seconds before the fault, in which `terrazzo train` has its spare process import what the ranks have
 
 
 def say(folder: Path, what: str, at: float | None = None) -> None:
@@ -41,6 +42,7 @@ def process_began() -> float:
 def die_once(folder: Path, step: int) -> None:
     """In the second step, the last rank is killed; the first time."""
     if step == 2 and RANK == dist.get_world_size() - 1 and not (folder / "died").exists():
+        time.sleep(SETTLES)
         (folder / "died").touch()
         say(folder, "fault")
         os.kill(os.getpid(), signal.SIGKILL)

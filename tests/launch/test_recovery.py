@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from terrazzo.engine.marks import FILE, Mark, mark, read_marks
+from terrazzo.launch import recovery
+from terrazzo.launch.live import read_live
 from terrazzo.launch.recovery import Recovery, Watch, recovery_of
 
 POINTS = ("made", "loading", "planned", "read", "stepped")
@@ -57,27 +63,92 @@ def test_processes_that_end_are_seen(tmp_path: Path):
         told.append(recovery)
         heard.set()
 
-    def start(number: int, points: str) -> list[subprocess.Popen]:
-        environment = os.environ | {"TORCHELASTIC_RESTART_COUNT": str(number)}
-        return [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, points], env=environment | {"RANK": str(rank)}, stdin=subprocess.PIPE
-            )
-            for rank in range(2)
-        ]
-
-    with Watch(tell):
+    with Watch(tell) as watch:
         file = Path(os.environ[FILE])
         for number, points in enumerate(("made stepped", " ".join(POINTS), "made stepped")):
-            ranks = start(number, points)
+            ranks = [started(watch, [RANK, points], number, rank) for rank in range(2)]
             expected = (number and len(read_marks(file.read_bytes()))) + 2 * len(points.split())
-            for _ in range(6000):
-                if file.exists() and len(read_marks(file.read_bytes())) >= expected:
-                    break
-                threading.Event().wait(0.01)
+            until(lambda least=expected: file.exists() and len(read_marks(file.read_bytes())) >= least)
             if number == 1:
                 assert heard.wait(60)
             ranks[1].kill()
             ranks[1].wait()
             ranks[0].communicate()
     assert len(told) == 1 and told[0].start > 0 and FILE not in os.environ and not file.exists()
+
+
+# ------------------------------------------------------------------ ranks that do not end, and ranks that hang
+
+BEATING = """
+import faulthandler, json, os, signal, sys, time
+faulthandler.enable()
+rank, step, ends = sys.argv[1:]
+file = os.environ["TERRAZZO_MARKS"] + "-beat-" + rank
+said = {"step": int(step), "at": time.time(), "rank": int(rank), "process": os.getpid(), "samples": 8 * int(step)}
+signal.signal(signal.SIGTERM, lambda *_: None)
+if ends == "never begins":
+    time.sleep(1000)
+open(file + ".new", "w").write(json.dumps(said))
+os.rename(file + ".new", file)
+def where_it_hangs():
+    while sys.stdin.readline():
+        pass
+where_it_hangs()
+sys.exit(int(ends) if ends.isdigit() else 0)
+"""
+
+
+def started(watch: Watch, arguments: list[str], number: int, rank: int) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"TORCHELASTIC_RESTART_COUNT": str(number), "RANK": str(rank), "MASTER_PORT": "1"}
+    command = [sys.executable, "-c", *arguments]
+    own = functools.partial(
+        subprocess.Popen, command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    process: Any = watch.start(own, command, environment, (0, 1, 2))
+    return process
+
+
+def until(done: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if done():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it does not happen")
+
+
+def test_ranks_that_do_not_end_after_a_failure_are_killed(monkeypatch):
+    """Not so if the first one has saved, and left, since the job was told to end: others may still save."""
+    monkeypatch.setattr(recovery, "PATIENCE", 0.2)
+    for status, expected in (("1", -signal.SIGKILL), (str(128 + signal.SIGTERM), 0)):
+        with Watch() as watch:
+            failing, other = (started(watch, [BEATING, str(rank), "3", status if rank == 0 else "0"], 0, rank)
+                              for rank in range(2))  # fmt: skip
+            failing.communicate()
+            assert failing.returncode == int(status)
+            if expected:
+                assert other.wait(60) == expected
+            else:
+                threading.Event().wait(1)
+                other.communicate()
+                assert other.returncode == 0
+
+
+def test_ranks_that_make_no_step_are_ended_and_show_where_they_are(monkeypatch, tmp_path):
+    """That is those that are behind; one that is stopped does not end by itself."""
+    monkeypatch.setattr(recovery, "PATIENCE", 0.5)
+    said: list[str] = []
+    with Watch(say=said.append, stuck_after=2, folder=tmp_path / "run") as watch:
+        steps = {0: "5", 1: "4", 2: "4"}
+        ranks = [started(watch, [BEATING, str(rank), step, "0"], 0, rank) for rank, step in steps.items()]
+        early = started(watch, [BEATING, "3", "0", "never begins"], 0, 3)
+        until(lambda: len(list(Path(os.environ[FILE]).parent.glob("marks-beat-*[0-9]"))) == 3)
+        os.kill(ranks[2].pid, signal.SIGSTOP)
+        assert ranks[1].wait(60) == -signal.SIGABRT
+        assert b"in where_it_hangs" in ranks[1].communicate()[1]
+        assert [rank.wait(60) for rank in (*ranks[::2], early)] == [-signal.SIGKILL] * 3
+    assert len(said) == 2 and all("made no step for 2 s (ranks.stuck_after), since step 4" in text for text in said)
+    (host,) = read_live(tmp_path / "run")
+    assert [(where.beat.rank, where.beat.step, where.beat.samples) for where in host.ranks] == [
+        (0, 5, 40), (1, 4, 32), (2, 4, 32)
+    ]  # fmt: skip

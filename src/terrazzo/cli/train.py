@@ -51,9 +51,13 @@ def train(
             history.went_on(recovery)
             recoveries.append(asdict(recovery))
 
+        def note(text: str) -> None:
+            _say(text)
+            history.noted(text)
+
         history.started()
         with said_on_stderr(json):
-            ending = start(run, tell)
+            ending = start(run, tell, note)
         history.ended(ending.status, ending.why)
         latest = run.latest()
         _say(f"{ending.why or 'done'}; the latest checkpoint is {latest or 'none'}")

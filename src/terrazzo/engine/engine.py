@@ -27,7 +27,7 @@ from terrazzo.engine.loaders import StatefulLoader
 from terrazzo.engine.loss_scale import loss_scale_of
 from terrazzo.engine.losses import Losses
 from terrazzo.engine.lr import SchedulerLike, make_scheduler
-from terrazzo.engine.marks import mark
+from terrazzo.engine.marks import beat, mark, tokens_in
 from terrazzo.engine.monitors import monitors_of, watcher
 from terrazzo.engine.optim import OptimizerLike, Parameters, make_optimizer
 from terrazzo.engine.paging import PagedState
@@ -145,6 +145,7 @@ class Engine(Shown):
         self._backward = True, True  # whether the next one reduces gradients, and frees the parameters
         self._overflowed = False
         self._has_stepped = False
+        self._tokens = 0  # that all ranks have seen, as far as `terrazzo train` shows them
         self._norm: Tensor | None = None
         if self.pipeline is None:
             self.losses.watch(whole)
@@ -191,6 +192,8 @@ class Engine(Shown):
         self._refuse_in_pipeline("forward")
         with ExitStack() as stack:
             stack.enter_context(advising())
+            if torch.is_grad_enabled():
+                self._tokens += tokens_in(args, kwargs) * self.ranks.samples.size
             if self.sequences is not None:
                 args, kwargs = self.sequences.cut(args, kwargs)
                 stack.enter_context(self.sequences.attention())
@@ -374,6 +377,7 @@ class Engine(Shown):
         if not self._has_stepped:
             self._has_stepped = True
             mark("stepped")
+        beat(self.global_steps, loss=self.losses.last, samples=self.global_samples, tokens=self._tokens or None)
         self.show()
         for told in list(self.watchers):
             told(self)

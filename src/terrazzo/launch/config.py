@@ -46,6 +46,8 @@ class RanksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str = "terrazzo"  # of the meeting; runs that share an endpoint need different ones
     restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
     grace: Count = 120  # seconds in which ranks may save after SIGTERM
+    spare: bool = True  # whether a process waits on each host from which ranks that are restarted are forked
+    stuck_after: Seconds | None = None  # without a step, a rank is ended; None: never
 
 
 class SaveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -26,15 +26,16 @@ class Happened(msgspec.Struct, frozen=True):
     """One line.
 
     Attributes:
-        what: the command began, ranks went on after a fault, or the command ended.
+        what: the command began, something was noted (a rank that made no step, say), ranks went on after a fault, or
+            the command ended.
         at: seconds since 1970.
         seconds: of one that went on, what the time since the fault went into.
         status: of one that ended, the exit status.
-        why: it ended.
+        why: it ended, or what was noted.
         host: on which the command runs; several hosts of a run write into one file.
     """
 
-    what: Literal["started", "went on", "ended"]
+    what: Literal["started", "noted", "went on", "ended"]
     at: float
     seconds: dict[str, float] = {}
     status: int = 0
@@ -79,6 +80,10 @@ class History:
     def went_on(self, recovery: Recovery) -> None:
         """Ranks go on after a fault."""
         self.add(Happened("went on", time.time(), asdict(recovery), host=node()))
+
+    def noted(self, what: str) -> None:
+        """Something happens that people may want to know."""
+        self.add(Happened("noted", time.time(), why=what, host=node()))
 
     def ended(self, status: int, why: str) -> None:
         """The command ends."""

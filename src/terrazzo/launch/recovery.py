@@ -12,19 +12,33 @@ The launcher sees processes end; the ranks of its host report when they reach th
 
 from __future__ import annotations
 
+import math
 import os
-import select
+import signal
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final, Self
 
-from terrazzo.engine.marks import FILE, Mark, read_marks
+import msgspec
 
-_LOOK: Final = 0.05  # seconds between two checks for new marks
+from terrazzo._torch.launching import Process
+from terrazzo.engine.marks import BEATS, FILE, IMPORTED, Beat, Imported, Mark, read_marks
+from terrazzo.launch.live import Live
+from terrazzo.launch.spare import Spare
+
+PATIENCE: Final = 5.0
+"""Seconds after a failure, in which the other ranks of the host may end by themselves; torchrun gives them 30."""
+
+_LOOK: Final = 0.05  # seconds between two checks for processes that have ended, and for new marks
+_HEAR: Final = 0.5  # seconds between two readings of beats
+_WHICH: Final = ("TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")  # variables by which starts differ
+_TOLD: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -66,21 +80,41 @@ def recovery_of(ended: list[float], marks: list[Mark]) -> Recovery | None:
 
 
 class Watch:
-    """Watches the ranks of this host, and calls `tell` each time that they have recovered from a fault."""
+    """Watches the ranks of this host: starts them from a spare process, ends those that hang, and tells what happens.
 
-    def __init__(self, tell: Callable[[Recovery], object]) -> None:
-        self._tell = tell
+    Args:
+        tell: gets how long it took, each time that the ranks have recovered from a fault.
+        say: gets a line about a rank that hangs, and if there is no spare process.
+        spare: whether ranks that are started again are forked from a spare process.
+        stuck_after: the seconds after which a rank that makes no step is ended; None: never.
+        folder: of the run, in which `terrazzo top` finds where the ranks are.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Recovery], object] = lambda _: None,
+        say: Callable[[str], object] = lambda _: None,
+        *,
+        spare: bool = False,
+        stuck_after: float | None = None,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._tell, self._say = tell, say
+        self._spare = Spare(say) if spare else None
+        self._stuck_after = stuck_after
+        self._live = Live(folder)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terrazzo-watch", daemon=True)
-        self._marks: list[Mark] = []
-        self._handles: dict[int, Mark] = {}  # of running processes
-        self._ended: dict[int, list[float]] = {}  # for each start, the times at which its processes ended
-        self._told: set[int] = {0}
+        self._lock = threading.Lock()
+        self._before, self._now = _Started(), _Started()
+        self._own: list[str] = []  # the variables that differ from rank to rank
+        self._marks = 0  # how many were read
+        self._imported = 0  # when the list of what ranks have imported was written
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="terrazzo-")
         self._file = Path(self._folder.name) / "marks"
-        self._before = os.environ.get(FILE)
+        self._outer = os.environ.get(FILE)
         os.environ[FILE] = str(self._file)
         self._thread.start()
         return self
@@ -88,40 +122,137 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
-        for handle in self._handles:
-            os.close(handle)
-        if self._before is None:
+        if self._spare is not None:
+            self._spare.close()
+        if self._outer is None:
             os.environ.pop(FILE, None)
         else:
-            os.environ[FILE] = self._before
+            os.environ[FILE] = self._outer
         self._folder.cleanup()
 
+    def start(
+        self,
+        own: Callable[[], Process],
+        command: Sequence[str],
+        environment: dict[str, str],
+        streams: tuple[int, int, int],
+    ) -> Process:
+        """Start a rank: `own` does it as torchrun would."""
+        self._own = self._own or [name for name in environment if environment[name] != os.environ.get(name)]
+        process: Process | None = None
+        if self._spare is not None and list(command[:2]) == [sys.executable, "-u"]:
+            process = self._spare.start(command[2:], environment, streams)
+        if process is None:
+            process = own()
+        with self._lock:
+            if self._now.which != (which := tuple(map(environment.get, _WHICH))):
+                self._before, self._now = self._now, _Started(which)
+            self._now.running[process.pid] = process
+        return process
+
     def _run(self) -> None:
-        while not self._over.is_set():
+        while not self._over.wait(_LOOK):
+            self._look()
+        self._look()
+        self._live.write(now=True)
+
+    def _look(self) -> None:
+        with self._lock:
+            self._see_ends()
             self._listen()
-            poll = select.poll()
-            for handle in self._handles:
-                poll.register(handle, select.POLLIN)
-            for handle, _ in poll.poll(_LOOK * 1000):
-                self._ended.setdefault(self._handles.pop(handle).start, []).append(time.time())
-                os.close(handle)
-        self._listen()
+            self._hear()
+            self._end_what_hangs()
+        if self._spare is not None:
+            self._learn(self._spare)
+        self._live.write()
+
+    def _see_ends(self) -> None:
+        now = self._now
+        for pid, process in list(now.running.items()):
+            status = process.poll()
+            if status is None:
+                continue
+            del now.running[pid]
+            now.ended.append(time.time())
+            # A status over 128 says that it was told to end, and has saved: others may still be at it.
+            if status > 128 or -status in _TOLD:
+                now.is_told = True
+            elif status and now.limit is None:
+                now.limit = time.monotonic() + PATIENCE
+        if now.limit is not None and not now.is_told and time.monotonic() > now.limit:
+            now.limit = math.inf
+            for pid in now.running:
+                _send(os.killpg, pid, signal.SIGKILL)
 
     def _listen(self) -> None:
         try:
             marks = read_marks(self._file.read_bytes())
         except FileNotFoundError:
             return
-        new, self._marks = marks[len(self._marks) :], marks
+        new, self._marks = marks[self._marks :], len(marks)
         for mark in new:
-            if mark.what == "made":
-                try:
-                    self._handles[os.pidfd_open(mark.process)] = mark
-                except ProcessLookupError:
-                    self._ended.setdefault(mark.start, []).append(time.time())
-            elif mark.what == "stepped" and mark.rank == 0 and mark.start not in self._told:
-                self._told.add(mark.start)
-                own = [each for each in marks if each.start == mark.start and each.rank == 0]
-                recovery = recovery_of(self._ended.get(mark.start - 1, []), own)
+            if mark.what == "stepped" and mark.rank == 0 and not self._now.has_told and self._before.ended:
+                self._now.has_told = True
+                own = [each for each in marks if each.process == mark.process]
+                recovery = recovery_of(self._before.ended, own)
                 if recovery is not None:
                     self._tell(recovery)
+
+    def _hear(self) -> None:
+        """Read the ranks' beats."""
+        now = time.monotonic()
+        if now < self._now.heard + _HEAR:
+            return
+        self._now.heard = now
+        for path in self._file.parent.glob(f"{self._file.name}-{BEATS}*[0-9]"):
+            beat = msgspec.json.decode(path.read_bytes(), type=Beat)
+            known = self._now.beats.get(beat.process)
+            if beat.process in self._now.running and (known is None or known[1] != beat):
+                self._now.beats[beat.process] = now, beat
+                self._live.add(beat)
+
+    def _end_what_hangs(self) -> None:
+        now = self._now
+        if self._stuck_after is None or now.limit is not None:
+            return
+        limit = time.monotonic() - self._stuck_after
+        stuck = [beat for heard, beat in now.beats.values() if heard < limit and beat.process in now.running]
+        if not stuck:
+            return
+        now.limit = time.monotonic() + PATIENCE
+        last = min(beat.step for beat in stuck)  # others may wait for those
+        for beat in stuck:
+            if beat.step == last:
+                self._say(
+                    f"rank {beat.rank} has made no step for {self._stuck_after:g} s (ranks.stuck_after), since step "
+                    f"{last}: it is ended, and shows where it is"
+                )
+                _send(os.kill, beat.process, signal.SIGABRT)
+
+    def _learn(self, spare: Spare) -> None:
+        file = Path(f"{self._file}-{IMPORTED}")
+        with suppress(FileNotFoundError):
+            if (written := file.stat().st_mtime_ns) != self._imported:
+                said = msgspec.json.decode(file.read_bytes(), type=Imported)
+                spare.learn(said.modules, said.path, self._own)
+                self._imported = written
+        spare.look()
+
+
+@dataclass
+class _Started:
+    """The processes that were started together."""
+
+    which: tuple[str | None, ...] = ()
+    running: dict[int, Process] = field(default_factory=dict)
+    ended: list[float] = field(default_factory=list)  # when
+    beats: dict[int, tuple[float, Beat]] = field(default_factory=dict)  # by process, with when they were heard
+    heard: float = 0.0
+    limit: float | None = None  # when those that still run are killed, since one has failed
+    is_told: bool = False  # to end
+    has_told: bool = False  # how long recovery took
+
+
+def _send(send: Callable[[int, int], None], pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        send(pid, number)

@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import parse_args
 from torch.distributed.run import run as run_torchrun
 
+from terrazzo._torch.launching import started_by
 from terrazzo.errors import LaunchError
 from terrazzo.launch.cluster import cluster_of
 from terrazzo.launch.config import Run
@@ -88,23 +89,27 @@ class Ending:
     why: str = ""
 
 
-def start(run: Run, tell: Callable[[Recovery], object] = lambda _: None) -> Ending:
+def start(
+    run: Run, tell: Callable[[Recovery], object] = lambda _: None, say: Callable[[str], object] = lambda _: None
+) -> Ending:
     """Run the ranks of this host until all have ended.
 
     After a failure all ranks are restarted, as often as the run's file allows; `tell` gets how long the recovery took,
-    on the host of the first rank.
+    on the host of the first rank, and `say` what else there is to know.
     """
     ranks = run.config.ranks
-    return start_torchrun(torchrun_arguments(run), f"{ranks.hosts} hosts did not meet at {ranks.endpoint}", tell)
+    spare = ranks.spare and ranks.restarts > 0
+    watch = Watch(tell, say, spare=spare, stuck_after=ranks.stuck_after, folder=run.checkpoints)
+    return start_torchrun(torchrun_arguments(run), f"{ranks.hosts} hosts did not meet at {ranks.endpoint}", watch)
 
 
-def start_torchrun(arguments: list[str], not_met: str, tell: Callable[[Recovery], object] = lambda _: None) -> Ending:
+def start_torchrun(arguments: list[str], not_met: str, watch: Watch | None = None) -> Ending:
     """Run torchrun with these arguments until all ranks of this host have ended; `not_met` is the error if hosts do not
     meet."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        with Watch(tell):
+        with watch or Watch() as watching, started_by(watching.start):
             run_torchrun(parse_args(arguments))
     except ChildFailedError as error:
         return _first_failure(error)

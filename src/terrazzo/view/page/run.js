@@ -80,6 +80,6 @@ function history(data) {
   const rows = data.history.map((each) => [
     new Date(each.at * 1000).toLocaleString(), each.host, each.what,
     each.what === "went on" ? `after ${numberText(Object.values(each.seconds).reduce((a, b) => a + b, 0))} s: ${Object.entries(each.seconds).map(([name, seconds]) => `${name.replace("_", " ")} ${seconds.toFixed(1)}`).join(", ")}`
-      : each.what === "ended" ? (each.why || "done") : ""]);
+      : each.why || (each.what === "ended" ? "done" : "")]);
   return table(["when", "host", "what", ""], rows, "words history");
 }
