@@ -29,8 +29,7 @@ class Comm:
 
     def tag(self, bucket: int) -> int:
         """The tag of a bucket's gather; the next one is that of its reduction."""
-        root, position, _ = self._group.place
-        return FIRST_TAG + root.number % 4096 * (1 << 17) + position % (1 << 13) * 16 + bucket % 8 * 2
+        return FIRST_TAG + self._group.number % (1 << 25) * 16 + bucket % 8 * 2
 
     def gather(self, part: Tensor, plan: FlatPlan, axis: Axis, tag: int, like: Tensor | None = None) -> Pending[Tensor]:
         """Start to gather the sections of all ranks; `part` is this rank's. The result has the dtype and device of

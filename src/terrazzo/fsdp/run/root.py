@@ -7,11 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from enum import Enum
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from terrazzo._torch.autograd import at_end_of_backward, functorch_active, in_backward, outside_transforms
 from terrazzo.comm.mesh import ranks_of
@@ -31,10 +30,6 @@ from terrazzo.fsdp.run.forming import differ, form, part, runs_of
 from terrazzo.fsdp.run.memory import free_memory_aside
 from terrazzo.fsdp.run.streams import Streams
 from terrazzo.fsdp.run.unit import Unit
-
-# The number of roots so far, by process group: each has message tags of its own.
-_roots: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
-
 
 # The most events of a forward and its backward that are kept for `explain`.
 _MOST_EVENTS = 1 << 14
@@ -56,9 +51,8 @@ class Root:
     `tops` are the groups of the outermost modules of these models.
     """
 
-    def __init__(self, groups: Sequence[Group], tops: Sequence[Group], number: int) -> None:
+    def __init__(self, groups: Sequence[Group], tops: Sequence[Group]) -> None:
         self.groups, self.tops = tuple(groups), tuple(tops)
-        self.number = number  # among those of its process group
         device = groups[0].settings.mesh.device
         streams = streams_for(device)
         self.device = device
@@ -534,15 +528,11 @@ def _become_root(group: Group) -> Root:
         if each.root is not None and each.root.state.in_backward:
             raise FSDPError(f"{each.name!r} cannot become part of a larger model during its backward")
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    process_group, number = group.settings.mesh.shard.group, 0
-    if process_group is not None:
-        number = _roots.get(process_group, 0)
-        _roots[process_group] = number + 1
     for unit in dict.fromkeys(each.unit for each in members):  # other groups of theirs have another root, or none yet
         part(unit, lambda each: each in members)
     for param in [param for each in members for param in each.params]:
         param.explain(names.get(id(param.sharded), param.name))
-    root = Root(members, tops, number)
+    root = Root(members, tops)
     note_model(root)
     for former in formers:
         former.give_up()
