@@ -43,16 +43,7 @@ class FSDPModule(_Module):
         return instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        group, copies = _group(self), Copies()
-        args, kwargs = before_forward(group, self, args, kwargs, copies)
-        try:
-            outputs = super().__call__(*args, **kwargs)
-        except BaseException:
-            forward_failed(group, self)
-            raise
-        finally:
-            copies.follow()
-        return after_forward(group, self, outputs)
+        return _with_parameters(self, super().__call__, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise FSDPValueError(
@@ -426,22 +417,26 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not hasattr(module, method_name):
         raise FSDPValueError(f"{type(module).__name__} has no method {method_name!r}")
     method = getattr(module, method_name)
-    group = _group(module)
 
     @wraps(method)
     def with_parameters(*args: Any, **kwargs: Any) -> Any:
-        copies = Copies()
-        args, kwargs = before_forward(group, module, args, kwargs, copies)
-        try:
-            outputs = method(*args, **kwargs)
-        except BaseException:
-            forward_failed(group, module)
-            raise
-        finally:
-            copies.follow()
-        return after_forward(group, module, outputs)
+        return _with_parameters(module, method, args, kwargs)
 
     setattr(module, method_name, with_parameters)
+
+
+def _with_parameters(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a method of the module returns, for which its parameters are gathered."""
+    group, copies = _group(module), Copies()
+    args, kwargs = before_forward(group, module, args, kwargs, copies)
+    try:
+        outputs = method(*args, **kwargs)
+    except BaseException:
+        forward_failed(group, module)
+        raise
+    finally:
+        copies.follow()
+    return after_forward(group, module, outputs)
 
 
 # Weak values: an FSDP class refers to the original one, and lives as long as its modules.
