@@ -13,7 +13,6 @@ import importlib
 import json
 import os
 import sys
-import traceback
 import types
 import unittest
 import warnings
@@ -24,7 +23,7 @@ import on_cpu
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from outcomes import Absent
+from outcomes import Absent, Kept
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal import common_distributed
 
@@ -192,31 +191,6 @@ def _fork_ranks(case: Any) -> None:
     case._start_processes(torch.multiprocessing.get_context("fork").Process)
 
 
-class _Kept(unittest.TestResult):
-    """Outcomes by test."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outcomes: dict[str, tuple[str, str]] = {}
-
-    def _keep(self, test: unittest.TestCase, outcome: str, why: str) -> None:
-        self.outcomes[".".join(test.id().split(".")[-2:])] = (outcome, why)
-
-    def addSuccess(self, test: unittest.TestCase) -> None:
-        self._keep(test, "passed", "")
-
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
-        self._keep(test, "skipped", reason)
-
-    def addError(self, test: unittest.TestCase, err: Any) -> None:
-        self._keep(test, "failed", "".join(traceback.format_exception(*err)))
-
-    addFailure = addError
-
-    def addExpectedFailure(self, test: unittest.TestCase, err: Any) -> None:
-        self._keep(test, "passed", "")
-
-
 def _install() -> None:
     import terrazzo
     from terrazzo.integrations.installing import InstallWarning
@@ -247,6 +221,6 @@ def run(source: Path, file: str, peer: str, results: Path) -> None:
         for name, why in SLOW.items():
             if isinstance(case, type) and name in vars(case):
                 setattr(case, name, unittest.skip(why)(getattr(case, name)))
-    kept = _Kept()
+    kept = Kept()
     unittest.defaultTestLoader.loadTestsFromModule(module).run(kept)
     results.write_text(json.dumps(kept.outcomes, indent=1))

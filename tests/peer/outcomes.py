@@ -7,6 +7,8 @@ import json
 import multiprocessing
 import os
 import signal
+import traceback
+import unittest
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,34 @@ class Absent:
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         return ()
+
+
+class Kept(unittest.TestResult):
+    """Outcomes by test; with `part`, in that file as soon as they are known."""
+
+    def __init__(self, part: Path | None = None) -> None:
+        super().__init__()
+        self._part = part
+        self.outcomes: Outcomes = {}
+
+    def _keep(self, test: unittest.TestCase, outcome: str, why: str) -> None:
+        self.outcomes[".".join(test.id().split(".")[-2:])] = [outcome, why]
+        if self._part is not None:
+            self._part.write_text(json.dumps(self.outcomes, indent=1))
+
+    def addSuccess(self, test: unittest.TestCase) -> None:
+        self._keep(test, "passed", "")
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+        self._keep(test, "skipped", reason)
+
+    def addError(self, test: unittest.TestCase, err: Any) -> None:
+        self._keep(test, "failed", "".join(traceback.format_exception(*err)))
+
+    addFailure = addError
+
+    def addExpectedFailure(self, test: unittest.TestCase, err: Any) -> None:
+        self._keep(test, "passed", "")
 
 
 def end_with_parent() -> None:
