@@ -6,7 +6,6 @@ forms, latent attention, tied and shared weights.
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,6 @@ HOW: dict[str, dict[str, Any]] = {
     "data": {"fsdp_size": 2},
     "expert": {"fsdp_size": 2, "ep_size": 2},
     "expert of one batch": {"tp_size": 2, "ep_size": 2},
-    "tensor, data": {"tp_size": 2, "fsdp_size": 2},
-    "tensor, data, expert": {"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
-    "replicas": {"dp_replicate_size": 2, "fsdp_size": 2},
 }
 
 
@@ -65,9 +61,8 @@ def check_family(family: str, how: str, folder: str) -> None:
     from terrazzo.layout.placement import _StridedShard
 
     name, rank = f"{family}, {how}", dist.get_rank()
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = f"{folder}/{name}"  # which other ranks may still read when this one goes on
     alone = made(family)
-    dist.barrier()
     if rank == 0:
         alone.save_pretrained(f"{folder}/before")
     dist.barrier()
@@ -159,10 +154,3 @@ def test_all_families(tmp_path: Path) -> None:
     two = [(f, h) for f in (*DENSE, *EXPERTS) for h in ("tensor", "data", "expert", "expert of one batch")]
     two = [(f, h) for f, h in two if f in EXPERTS or "expert" not in h]
     fresh_values(2, check_families, two, str(tmp_path / "models"), timeout=1200)
-
-
-@pytest.mark.proof
-def test_two_kinds_of_parallelism_at_once(tmp_path: Path) -> None:
-    four = [("mixtral", "tensor, data, expert"), ("qwen3_moe", "replicas"), ("llama", "replicas")]
-    four += [(f, "tensor, data") for f in ("llama", "phi3", "glm4", "mixtral", "deepseek_v3", "gpt_oss")]
-    fresh_values(4, check_families, four, str(tmp_path / "models"), timeout=1200)
