@@ -31,6 +31,7 @@ class _Commands(LazyGroup):
         "convert": Lazy("terrazzo.cli.convert:convert", "FROM TO", "to another format"),
         "ops": Lazy("terrazzo.cli.ops:ops", "[NAME]", "how operations on distributed tensors run, and where"),
         "train": Lazy("terrazzo.cli.train:train", "RUN.toml", "start a script on all ranks, again when it crashes"),
+        "top": Lazy("terrazzo.cli.top:top", "RUN", "a run live: step, loss, speed, saves, restarts"),
         "deepspeed": Lazy("terrazzo.cli.deepspeed:deepspeed", "SCRIPT ...", "as DeepSpeed's command does", True),
         "run": Lazy("terrazzo.cli.run:run", "SCRIPT ...", "a script that imports PyTorch's names, on terrazzo's", True),
         "doctor": Lazy("terrazzo.cli.doctor:doctor", "", "check this installation and this machine"),
