@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
+
 # The beginnings of the names of PyTorch's modules that see their own objects.
 HOMES: Final = (
     "torch.distributed._composable",
@@ -53,9 +55,9 @@ def replace(replacements: Sequence[Replacement]) -> None:
         _done = tuple(replacements)
         modules: dict[types.ModuleType, dict[str, Replacement]] = {}
         for entry in _done:
-            if isinstance(entry.home, types.ModuleType):
+            if isinstance(entry.home, types.ModuleType) and entry.home is not torch:
                 modules.setdefault(entry.home, {})[entry.name] = entry
-            else:
+            else:  # a class; and torch, whose names programs read all the time
                 setattr(entry.home, entry.name, entry.new)
         for module, entries in modules.items():
             _classes.append((module, type(module)))
@@ -70,7 +72,7 @@ def restore() -> None:
             module.__class__ = before
         _classes.clear()
         for entry in _done:
-            if isinstance(entry.home, type):
+            if isinstance(entry.home, type) or entry.home is torch:
                 setattr(entry.home, entry.name, entry.old)
         _done = ()
 

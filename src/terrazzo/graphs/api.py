@@ -69,8 +69,7 @@ def compile(
         return _compiled_module(target, settings)
     if not callable(target):
         raise TypeError(f"terrazzo.compile takes a module or a function, got {type(target).__name__}")
-    name = getattr(target, "__qualname__", None) or type(target).__name__
-    program = Program(target, target, name, settings)
+    program = Program(target, target, _name_of(target), settings)
 
     def compiled(*args: Any, **kwargs: Any) -> Any:
         return program(*args, **kwargs)
@@ -80,6 +79,10 @@ def compile(
     stay_eager(compiled)
     compiled._program = program  # type: ignore[attr-defined]
     return compiled
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__name__
 
 
 # ------------------------------------------------------------------ modules
@@ -113,25 +116,61 @@ def _compiled_module(module: nn.Module, settings: Settings) -> nn.Module:
             f"{type(module).__name__} has a forward that was set on the instance, which a compiled module would not "
             "call: compile that function instead (module.forward = terrazzo.compile(module.forward))"
         )
-    sharded = [each for each in module.modules() if each is not module and is_fully_sharded(each)]
-    if sharded:
-        return _compiled_inside(module, sharded, settings)
+    if blocks := _blocks(module):
+        if all(map(_is_compiled, blocks)):
+            raise TypeError(
+                f"the sharded modules in this {type(module).__name__} are compiled already: use it as it is"
+            )
+        return _compiled_inside(module, blocks, settings)
     face = _face(type(module), settings)
     object.__setattr__(face, "__dict__", vars(module))
     return face
 
 
-def _compiled_inside(module: nn.Module, sharded: Sequence[nn.Module], settings: Settings) -> nn.Module:
-    """The module, with a graph for the forward of each sharded module in it that has no others inside."""
-    inner = [each for each in sharded if not any(other in sharded for other in each.modules() if other is not each)]
-    left = [each for each in inner if not _programs_in([each])]
-    if not left:
-        raise TypeError(f"the sharded modules in this {type(module).__name__} are compiled already: use it as it is")
-    for each in left:
-        each.forward = compile(
-            each.forward, backend=settings.backend, fullgraph=settings.fullgraph, recompile_limit=settings.limit
-        )
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """The sharded modules in it that have no others inside."""
+    sharded = [each for each in module.modules() if each is not module and is_fully_sharded(each)]
+    return [each for each in sharded if not any(other in sharded for other in each.modules() if other is not each)]
+
+
+def _compiled_inside(module: nn.Module, blocks: Sequence[nn.Module], settings: Settings) -> nn.Module:
+    """The module, with a graph for the forward of each of these modules in it."""
+    for each in blocks:
+        if not _is_compiled(each):
+            each.forward = _CompiledForward(each.forward, settings)
     return module
+
+
+class _CompiledForward:
+    """A module's forward as a graph, set on the module itself; a copy of the module has one of its own."""
+
+    def __init__(self, forward: Callable[..., Any], settings: Settings) -> None:
+        functools.update_wrapper(self, forward)
+        self._forward = forward
+        self._program = Program(forward, forward, _name_of(forward), settings)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._program(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _CompiledForward, (self._forward, self._program.settings)
+
+
+stay_eager(_CompiledForward.__call__)
+
+
+def compile_for_torch(module: nn.Module, backend: str, fullgraph: bool, in_place: bool) -> nn.Module:
+    """What `torch.compile` returns for a module; `in_place`, the module itself is compiled, once."""
+    settings, blocks = Settings(backend, fullgraph), _blocks(module)
+    if blocks or _is_compiled(module):
+        return _compiled_inside(module, blocks, settings)
+    if not in_place and "forward" not in vars(module):
+        return _compiled_module(module, settings)
+    return _compiled_inside(module, [module], settings)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return bool(_programs_in([module]))
 
 
 def _programs_in(modules: Iterable[nn.Module]) -> list[Program]:

@@ -18,7 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
+
 from terrazzo._torch.replaced import Replacement, replace, restore
+from terrazzo.integrations.compiling import compiling
 from terrazzo.integrations.translating import is_helper, refusing, translated, without_our_placements
 from terrazzo.layout.drawing import Shown
 from terrazzo.tensor.attributes import NoRawAccess
@@ -171,7 +174,7 @@ def install() -> Installed:
             kept[theirs.__name__] = tuple(name for name in names if name not in found)
         helpers = _helpers([theirs for theirs, _ in pairs], before)
         _warn_of_holders(before + helpers)
-        replace(before + helpers)
+        replace([*before, *helpers, Replacement(torch, "compile", torch.compile, compiling(torch.compile))])
         translated: dict[str, list[str]] = {}
         for entry in helpers:
             translated.setdefault(entry.home.__name__, []).append(entry.name)
