@@ -751,6 +751,59 @@ def test_under_checkpointing_and_other_compilers():
     run_ranks(2, around, timeout=240)
 
 
+class Twice(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class UsesCompiled(nn.Module):
+    """Parts of it were compiled by PyTorch; what they read is compared, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = torch.compile(Twice(4, 4), backend="aot_eager")
+        self.own = Twice(4, 4)
+        self.own.compile(backend="aot_eager", fullgraph=True)
+        self.scale = 2.0
+        self.function = torch.compile(lambda x: x.sigmoid() * self.scale, backend="aot_eager")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.own(self.given(x)))
+
+
+def test_what_pytorch_compiles_inside_is_a_part_of_the_graph():
+    model = UsesCompiled()
+    plain = [copy.deepcopy(m) for m in (model.given._orig_mod, model.own)]
+    x = torch.randn(3, 4)
+    run = compiled(model)
+    for scale in (2.0, 3.0, 2.0):
+        model.scale = scale
+        expected = plain[1](plain[0](x)).sigmoid() * scale
+        found = run(x)
+        torch.testing.assert_close(found, expected)
+        for m in (model, *plain):
+            m.zero_grad()
+        found.sum().backward()
+        expected.sum().backward()
+        for m, n in zip((model.given._orig_mod, model.own), plain, strict=True):
+            torch.testing.assert_close(m.weight.grad, n.weight.grad)
+    assert graphs(run) == 2
+    torch.testing.assert_close(model(x), expected)  # eagerly, compiled by PyTorch
+    torch.testing.assert_close(run(x), expected)
+    torch._dynamo.reset()
+
+
+def test_flex_attention_is_refused_with_its_line():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, flex = torch.ones(1, 1, 8, 8), torch.compile(flex_attention, backend="aot_eager")
+    with pytest.raises(CaptureError, match=r"test_compile.py:\d+ .*flex_attention, whose kernel"):
+        compiled(lambda q: flex(q, q, q))(q)
+    with pytest.warns(CompileWarning, match="flex_attention"):
+        terrazzo.compile(lambda q: flex_attention(q, q, q), backend="aot_eager")(q)
+    torch._dynamo.reset()
+
+
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="backend must be one of"):
         terrazzo.compile(nn.Linear(1, 1), backend="other")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from terrazzo._torch.declared import attribute, private
+import torch
+
+from terrazzo._torch.declared import attribute, later, private
 
 _WHY = "torch.compile breaks the graph at DTensors and fully_shard's hooks, and does not trace the code that runs them"
 _set_strategy: Any = private("torch._C._dynamo.eval_frame.set_code_exec_strategy", _WHY)
 _action: Any = private("torch._C._dynamo.eval_frame._FrameAction", _WHY)
 _strategy: Any = private("torch._C._dynamo.eval_frame._FrameExecStrategy", _WHY)
+
+_config = later("torch._dynamo.config", "functions that torch.compile has compiled are captured as what they compile")
 
 # Only set on functions of terrazzo, so no torch can lack it; the tests of compilation check that it works.
 attribute("torch.compiler.disable._torchdynamo_disable", _WHY, there=lambda: True)
@@ -23,3 +29,10 @@ def stay_eager(function: Any) -> None:
     function = getattr(function, "__func__", function)
     function._torchdynamo_disable = True
     _set_strategy(function.__code__, _strategy(_action.SKIP, _action.SKIP))
+
+
+@contextmanager
+def compiled_functions_run_eagerly() -> Iterator[None]:
+    """A block in which a function of `torch.compile` is the function that was compiled, for what traces programs."""
+    with torch.compiler.set_stance("force_eager"), _config().patch(error_on_nested_fx_trace=False):
+        yield

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from terrazzo._torch.compiling import compiled_functions_run_eagerly
 from terrazzo._torch.dispatching import TorchDispatchMode, tree_flatten, tree_unflatten
 from terrazzo._torch.graphs import (
     FakeTensor,
@@ -244,6 +245,7 @@ def capture(subject: Subject, backend: Backend, executed: Executed, sizes: Mappi
         stack.enter_context(torch.set_grad_enabled(subject.conditions.grad))
         stack.enter_context(no_autocast())
         stack.enter_context(no_saved_tensor_hooks())
+        stack.enter_context(compiled_functions_run_eagerly())
         if captured.recording is not None:
             raise CaptureError("another program is being captured at the same time")
         program = _LocalProgram(subject, draws, len(subject.inputs))

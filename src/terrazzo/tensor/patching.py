@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from terrazzo._torch import clipping, exporting, function_apply, masked, optimizers, replicating, transforms
+from terrazzo._torch import clipping, exporting, flex, function_apply, masked, optimizers, replicating, transforms
 from terrazzo._torch.compiling import stay_eager
-from terrazzo.errors import DTensorArgumentError
+from terrazzo.comm import captured
+from terrazzo.errors import CaptureError, DTensorArgumentError, UnsupportedCallError
 from terrazzo.tensor.api import distribute_module, distribute_tensor
 from terrazzo.tensor.attributes import refuse_export
 from terrazzo.tensor.dtensor import DTensor
@@ -34,6 +35,7 @@ def install() -> None:
     exporting.install(DTensor, refuse_export)
     replicating.install(DTensor, _refuse_replication)
     recurrent.install()
+    flex.checks.append(_refuse_flex)
     for name in ("__torch_function__", "__torch_dispatch__", "to_local", "full_tensor", "redistribute", "backward"):
         stay_eager(getattr(DTensor, name))
     for function in (DTensor.from_local, distribute_tensor, distribute_module):
@@ -46,6 +48,21 @@ def _refuse_replication(module: nn.Module, name: str) -> None:
         "A model of fully_shard needs no DistributedDataParallel: to replicate it, give fully_shard a 2-D mesh, whose "
         "first dim replicates; this works for tensor-parallel models, too"
     )
+
+
+def _refuse_flex(query: torch.Tensor) -> None:
+    if isinstance(query, DTensor):
+        raise UnsupportedCallError(
+            "flex_attention takes plain tensors, because its score and mask functions get positions, and a rank's part "
+            "begins at 0. Of DTensors that are sharded on the batch or on heads call it with to_local(), as "
+            "terrazzo.tensor.experimental.local_map does, if these functions use no batch and no head; for a sequence "
+            "that is sharded there is terrazzo.tensor.experimental.context_parallel"
+        )
+    if captured.recording is not None and captured.recorder() is not None:
+        raise CaptureError(
+            "it calls flex_attention, whose kernel only torch.compile makes: compile the modules around it",
+            operation="flex_attention",
+        )
 
 
 def _full_mask(input: Any) -> torch.Tensor:

@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from ranks import device_type, run_ranks
 from terrazzo._torch.attention import kernel_for
 from terrazzo.errors import DTensorError
+from terrazzo.fsdp import fully_shard
 from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.debug import CommDebugMode
-from terrazzo.tensor.experimental import context_parallel, context_parallel_unshard, set_rotate_method
+from terrazzo.tensor.experimental import context_parallel, context_parallel_unshard, local_map, set_rotate_method
 from terrazzo.tensor.experimental.ring_attention import TILE_ROWS, _tiles, head_tail
 from terrazzo.tensor.ops import attention
 
@@ -271,6 +272,18 @@ def test_dropout_of_dtensors(at_once):
     run_ranks(2, check_dropout_of_dtensors, at_once)
 
 
+class Flex(nn.Module):
+    """A block of `fully_shard` that calls it on plain tensors."""
+
+    def __init__(self, flex, score):
+        super().__init__()
+        self.flex, self.score, self.weight = flex, score, nn.Parameter(torch.eye(16))
+
+    @torch.no_grad()
+    def forward(self, q, k, v):
+        return self.flex(q @ self.weight, k, v, self.score, enable_gqa=True)
+
+
 def check_flex(world):
     """PyTorch has no backward of it on a CPU, and none of it on the late device."""
     if device_type() != "cpu":
@@ -299,7 +312,16 @@ def check_flex(world):
                     by_name(q, k, v)
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     assert module.flex_attention is by_name
-    torch.testing.assert_close(by_name(q, k, v, score, enable_gqa=True), by_name(q, k, v, score, enable_gqa=True))
+    parts = [distribute_tensor(t, mesh, [Shard(0)]) for t in (q, k, v)]
+    with pytest.raises(DTensorError, match="local_map"):
+        by_name(*parts, score, enable_gqa=True)
+    mapped = local_map(by_name, [Shard(0)], ([Shard(0)],) * 3 + (None,) * 4)
+    torch.testing.assert_close(
+        mapped(*parts, score, None, None, True).full_tensor(), by_name(q, k, v, score, enable_gqa=True)
+    )
+    expected = Flex(by_name, score)(q, k, v)
+    sharded = fully_shard(Flex(torch.compile(by_name, backend="aot_eager", fullgraph=True), score))
+    torch.testing.assert_close(sharded(q, k, v), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_flex_attention():

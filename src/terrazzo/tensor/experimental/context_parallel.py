@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from terrazzo._torch.checkpointing import carry
 from terrazzo._torch.dispatching import get_in_thread, set_in_thread
-from terrazzo._torch.flex import plain_flex, replace_flex, restore_flex
+from terrazzo._torch.flex import checks, plain_flex, replace_flex, restore_flex
 from terrazzo.comm import differentiable as typed
 from terrazzo.comm.axis import Axis, axis_of
 from terrazzo.comm.collectives import all_gather
@@ -210,7 +210,9 @@ def attention_over(context: AttentionOver | None) -> Iterator[None]:
     with _lock:
         _replaced += 1
         F.scaled_dot_product_attention = _attention
-        replace_flex(_flex_attention, _refuse_flex)
+        if _replaced == 1:
+            replace_flex(_flex_attention)
+            checks.append(_refuse_flex)
     set_in_thread(_THREAD_STATE, context)
     try:
         with _AttentionMode():
@@ -222,6 +224,7 @@ def attention_over(context: AttentionOver | None) -> Iterator[None]:
             if _replaced == 0:
                 F.scaled_dot_product_attention = _plain_attention
                 restore_flex()
+                checks.remove(_refuse_flex)
 
 
 def _context_of_thread() -> AttentionOver | None:
@@ -399,7 +402,7 @@ def _exchange_of_dtensors(
 # ------------------------------------------------------------------ flex_attention
 
 
-def _refuse_flex() -> None:
+def _refuse_flex(query: Tensor) -> None:
     context = _context_of_thread()
     if context is not None and context.axis.size > 1:
         raise UnsupportedCallError(
