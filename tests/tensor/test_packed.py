@@ -65,6 +65,14 @@ def moves() -> None:
         assert torch.equal(moved.full_tensor(), whole)
         (moved * distribute_tensor(weights, mesh, [Replicate()] * 2)).sum().backward()
         torch.testing.assert_close(leaf.grad.full_tensor(), weights, rtol=0, atol=0)
+    # Where an extreme lies, of rows that another mesh dim cuts.
+    x = distribute_tensor(weights, mesh, [packed, Shard(1)], src_data_rank=0)
+    weights = x.full_tensor()
+    for call in (torch.Tensor.max, torch.Tensor.argmin, torch.Tensor.argmax):
+        for dims in ((1,), ()) if call is not torch.Tensor.max else ((1,),):
+            found, expected = call(x, *dims), call(weights, *dims)
+            for a, b in zip(found, expected, strict=True) if isinstance(found, tuple) else ((found, expected),):
+                assert torch.equal(a.full_tensor(), b)
 
 
 def trains() -> None:

@@ -12,12 +12,12 @@ import torch
 
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather
-from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
+from terrazzo.layout import Layout, Placement, Replicate, Shard
 from terrazzo.tensor.dispatch.outside_mesh import not_known
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
 from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.ops.questions import is_cut
+from terrazzo.tensor.ops.questions import in_boxes, is_cut
 from terrazzo.tensor.ops.reductions import loser, reduced_dims, reduction
 from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.ops.views import norm_dim
@@ -131,11 +131,10 @@ def _argument(input: Any, op: str, dim: Any, keepdim: bool) -> Any:
 
 
 def _inside(x: DTensor, name: str) -> DTensor:
-    """The tensor without terms; raises on a rank outside its mesh."""
+    """The tensor as boxes, without terms; raises on a rank outside its mesh."""
     if x._layout.coord is None:
         raise not_known(name, x._layout.mesh)
-    placements = [Replicate() if isinstance(p, Partial) else p for p in x.placements]
-    return x.redistribute(placements=placements) if placements != list(x.placements) else x
+    return in_boxes(x)
 
 
 def _without_dims(layout: Layout, dims: tuple[int, ...]) -> Layout:

@@ -1,4 +1,4 @@
-"""Questions about operands and indices that several rules ask."""
+"""What several rules ask about operands and indices, and how they get operands whose parts are boxes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 from terrazzo._torch.tensors import assert_async
 from terrazzo.comm.captured import capturing
-from terrazzo.layout import Partial, Shard
-from terrazzo.tensor.dtensor import DTensor
+from terrazzo.layout import Layout, Partial, Replicate, Shard
+from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.redistribute import redistribute_local
 
 
 def is_sharded_along(x: Any, dims: Sequence[int]) -> bool:
@@ -28,6 +29,18 @@ def is_cut(x: Any, dims: Sequence[int]) -> bool:
     return is_sharded_along(x, dims) or any(
         isinstance(p, Partial) and n > 1 for p, n in zip(layout.placements, layout.mesh_shape, strict=True)
     )
+
+
+def boxes_of(layout: Layout) -> Layout:
+    """The layout with neither terms nor a dim that is cut in pieces: what a rank holds is one box of the tensor."""
+    return layout.with_placements([p if isinstance(p, Shard) else Replicate() for p in layout.placements], layout.order)
+
+
+def in_boxes(x: Any) -> DTensor:
+    """`x` in such a layout, redistributed if it has to be."""
+    layout = x._layout
+    plain = boxes_of(layout) if layout.packed else layout.dual
+    return x if plain is layout else wrap(redistribute_local(x._local, layout, plain), plain)
 
 
 def check_bounds(values: torch.Tensor, count: int, what: str) -> None:

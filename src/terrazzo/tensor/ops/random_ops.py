@@ -16,25 +16,15 @@ from terrazzo.tensor.counter import AnyWords
 from terrazzo.tensor.dispatch.spec import Call, LocalFunction, Operand, Spec, within
 from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.ops.questions import boxes_of, in_boxes
 from terrazzo.tensor.ops.table import decomposition, handler, rule
 from terrazzo.tensor.redistribute import redistribute_local
-
-
-def _without_terms(x: Any) -> DTensor:
-    """`x` with terms reduced: random results must be the same on every rank that holds an element; and not packed."""
-    layout = x._layout
-    plain = _plain_layout(layout) if layout.packed else layout.dual
-    return x if plain is layout else wrap(redistribute_local(x._local, layout, plain), plain)
-
-
-def _plain_layout(layout: Layout) -> Layout:
-    return layout.with_placements([p if isinstance(p, Shard) else Replicate() for p in layout.placements], layout.order)
 
 
 @handler("rand_like", "randn_like")
 def random_like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     source = args[0] if args else kwargs["input"]
-    layout = _plain_layout(source._layout)
+    layout = boxes_of(source._layout)
     make = random.uniform if func.__name__.startswith("rand_like") else random.normal
     dtype = kwargs.get("dtype") or source.dtype
     _check_parameters(dtype, "uniform_" if make is random.uniform else "normal_")
@@ -52,7 +42,7 @@ def randint_like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
     dtype = kwargs.get("dtype") or source.dtype
     _check_parameters(dtype, "random_", low, high)
-    layout = _plain_layout(source._layout)
+    layout = boxes_of(source._layout)
     local = random.drawn(layout, dtype, kwargs.get("generator"), _integers(low, high))
     return wrap(local, layout).requires_grad_(bool(kwargs.get("requires_grad")))
 
@@ -88,7 +78,7 @@ def _write(target: DTensor, generator: Any, make: random.Make, *aligned: torch.T
     if not in_graph and layout.dual is layout and target._local.is_contiguous():
         random.fill(target._local, layout, generator, make, *aligned)
     else:
-        plain = _plain_layout(layout)
+        plain = boxes_of(layout)
         local = random.drawn(plain, target.dtype, generator, make, *aligned)
         target._local.copy_(local if plain is layout else redistribute_local(local, plain, layout))
     pass_on(target)
@@ -192,7 +182,7 @@ def bernoulli_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         return _write(target, kwargs.get("generator"), lambda words: random.true_with(words, float(p)))
     if p.shape != target.shape:
         p = p.expand(target.shape)
-    local = redistribute_local(p._local.detach(), p._layout, _plain_layout(target._layout))
+    local = redistribute_local(p._local.detach(), p._layout, boxes_of(target._layout))
     return _write(target, kwargs.get("generator"), _below(p.dtype), local)
 
 
@@ -200,7 +190,7 @@ def bernoulli_(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 def bernoulli(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     source = args[0] if args else kwargs["input"]
     p = args[1] if len(args) > 1 else kwargs.get("p")
-    reduced = _without_terms(source)
+    reduced = in_boxes(source)
     layout, dtype = reduced._layout, source.dtype
     if p is None:
         probability = reduced._local.detach()
@@ -222,9 +212,9 @@ def normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
     if kwargs.get("out") is not None or not any(isinstance(v, DTensor) for v in (mean, std)):
         return NotImplemented
-    mean, std = (_without_terms(v) if isinstance(v, DTensor) else v for v in (mean, std))
+    mean, std = (in_boxes(v) if isinstance(v, DTensor) else v for v in (mean, std))
     shaped = mean + 0 * std if isinstance(mean, DTensor) else mean + std * 0
-    reduced = _without_terms(shaped)
+    reduced = in_boxes(shaped)
     noise = wrap(random.normal(reduced._layout, reduced.dtype, kwargs.get("generator")), reduced._layout)
     drawn = cast(DTensor, (mean + noise * std).detach())
     sources = [v._local for v in (mean, std) if isinstance(v, DTensor)]
@@ -233,7 +223,7 @@ def normal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _dropped(x: DTensor, p: float, mask_shape: Sequence[int]) -> tuple[DTensor, torch.Tensor]:
     """`x` without terms, and its local mask (True is kept); `mask_shape` has 1 where a whole dim shares one draw."""
-    reduced = _without_terms(x)
+    reduced = in_boxes(x)
     layout = reduced._layout
     if tuple(mask_shape) != tuple(layout.shape):
         placements = [Replicate() if isinstance(q, Shard) and mask_shape[q.dim] == 1 else q for q in layout.placements]
