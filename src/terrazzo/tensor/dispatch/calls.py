@@ -55,6 +55,7 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
             return result
         key = None
     if entry.how == "handler" and func not in OVERRIDES:
+        key = _whatever_the_numbers(func, key)
         return _run_and_remember(_by(entry, func, args, kwargs), func, args, kwargs, key)
     if key is None:
         admitted = admit_plain_tensors(name, args, kwargs, entry.takes_plain)
@@ -80,10 +81,8 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         if leads_to_override(func, args, kwargs):
             remember(key, take_apart)
             return take_apart(func, args, loc, kw, kwargs)
-    runs_body = entry.how in ("replicate", "body") and isinstance(func, types.FunctionType)
-    if (entry.any_number or runs_body) and func not in any_number:
-        any_number.add(func)
-        key = None  # the plan is right for these numbers only
+    if entry.any_number or entry.how != "rule":
+        key = _whatever_the_numbers(func, key)
     if inplace:
         if isinstance(func, types.FunctionType):
             return _run_and_remember(_run_body, func, args, kwargs, key)
@@ -108,6 +107,14 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
             raise not_known(name, call.operands[0].layout.mesh) from error
     remember(key, _outside(entry.context, way))
     return way(func, args, [], {}, dict(kwargs))
+
+
+def _whatever_the_numbers(func: Any, key: Key) -> Key:
+    """Note that routes of `func` do not depend on numbers; None if `key` has those of this call."""
+    if func in any_number:
+        return key
+    any_number.add(func)
+    return None
 
 
 def _call_in_form(form: Form, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key) -> Any:

@@ -33,10 +33,10 @@ list_handlers: dict[Any, Callable[[Any, Sequence[Any], Any], Any]] = {}
 """Handlers of functions that take lists of tensors (`torch._foreach_*`); making keys of the lists would be too slow."""
 
 any_number: set[Any] = set()
-"""Functions whose routes do not depend on the value of a number: elementwise ones, whose numbers often change.
+"""Functions whose routes do not depend on the value of a number, as numbers often change: elementwise ones, and those
+that no rule plans.
 
-For others the value may matter: a scale factor decides a shape, and whether a fill value is 0 decides whether terms may
-pass.
+For others the value may matter: a scale factor decides a shape.
 """
 
 PLAIN_KEYS = frozenset(

@@ -436,7 +436,7 @@ def _write_nothing(target: DTensor, value: Any, wanted: Layout | None) -> None:
     Its local tensor is marked as written, as on the other ranks.
     """
     part = _my_part(value, wanted, [], [], target._layout)
-    target._local[:0] = part.sum() * 0 if isinstance(value, DTensor) else 0
+    target._local[:0] = part.sum() * 0 if isinstance(value, DTensor) else value  # which may be none of its numbers
 
 
 def _my_part(value: Any, wanted: Layout | None, region: Sequence[int], mine: Sequence[slice], layout: Layout) -> Any:

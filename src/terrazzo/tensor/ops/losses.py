@@ -270,7 +270,7 @@ _ELEMENTWISE = (
 _WEIGHTED = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 
 
-@rule(*_ELEMENTWISE)
+@rule(*_ELEMENTWISE, any_number=True)
 def elementwise_loss(call: Call, input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     """Every dim may be sharded."""
     if not isinstance(input, Operand) or not isinstance(target, Operand) or tuple(input.shape) != tuple(target.shape):

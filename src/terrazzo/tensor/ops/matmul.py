@@ -94,7 +94,7 @@ def linear(call: Call, input: Operand, weight: Operand, bias: Any = None) -> Spe
     return _in_range(_product("...k, nk, n -> ...n", [input, weight, bias], addend=2), [input, weight])
 
 
-@rule("addmm", "addmv", "addr", "baddbmm", "addbmm")
+@rule("addmm", "addmv", "addr", "baddbmm", "addbmm", any_number=True)
 def add_product(
     call: Call, input: Operand, first: Operand, second: Operand, *, beta: Any = 1, alpha: Any = 1
 ) -> Spec | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -174,13 +175,15 @@ def _copied(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
     return result
 
 
-@rule("fill", "zero")
+@rule("fill", "zero", any_number=True)
 def fill(call: Call, input: Operand, value: Any = 0) -> Spec | None:
-    """Only in place; calls out of place use their decomposition."""
+    """Only in place; calls out of place use their decomposition. Terms of 0 are terms of it."""
     if not call.inplace or isinstance(value, Operand) or isinstance(value, torch.Tensor):
         return None
-    terms = call.name == "zero" or (isinstance(value, (int, float)) and value == 0)
-    return within(input, linear=[(0,)] if terms else [])
+    zero = within(input, linear=[(0,)])
+    if call.name == "zero" or not any(p.is_partial() for p in input.placements):
+        return zero
+    return replace(zero, guard=lambda loc, kw: [*loc, *kw.values()][1] == 0, otherwise=within(input))
 
 
 @rule("frexp")
