@@ -7,7 +7,7 @@ is imported.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -62,3 +62,15 @@ def plain_tensors_replicated(value: bool = True) -> Iterator[None]:
 
 
 carry(counts_as_replicated, plain_tensors_replicated)
+
+
+def implicit_replication() -> AbstractContextManager[None]:
+    """Let operations of this thread mix DTensors with plain tensors that are equal on every rank.
+
+    Outside this block such an operation raises an error. Nothing checks that the values are equal. What activation
+    checkpointing recomputes in backward is recomputed as in the block, wherever and whenever backward runs.
+
+    >>> with implicit_replication():
+    ...     pass  # x_distributed + plain
+    """
+    return plain_tensors_replicated()

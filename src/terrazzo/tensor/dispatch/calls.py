@@ -28,7 +28,7 @@ from terrazzo.tensor.dispatch.spec import Call, Spec
 from terrazzo.tensor.dtensor import DTensor, key_of_call
 from terrazzo.tensor.links import links, plain_tensors_replicated
 from terrazzo.tensor.ops.forms import Form, form_of, signatures, with_integers
-from terrazzo.tensor.ops.table import Context, Operation, apply_rule, names_for, operation
+from terrazzo.tensor.ops.table import Context, Operation, apply_rule, operation, taking
 
 Key = tuple[Any, ...] | None
 
@@ -219,15 +219,12 @@ def _by(entry: Operation, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
         return run_handler
     decomposition = entry.function if entry.how == "decomposition" else entry.otherwise
     if decomposition is not None:
-        names = names_for(decomposition, func, args, kwargs)
-        if names is None:
+        decomposed = taking(decomposition, func, args, kwargs)
+        if decomposed is None:
             return by_default
 
         def run_decomposition(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
-            if names:
-                result = decomposition(**dict(zip(names, args, strict=True)), **kwargs)
-            else:
-                result = decomposition(*args, **kwargs)
+            result = decomposed(args, kwargs)
             return by_default(func, args, loc, kw, kwargs) if result is NotImplemented else result
 
         return run_decomposition

@@ -13,7 +13,7 @@ from terrazzo.tensor.experimental.register_sharding import (
     register_single_dim_strategy,
     unregister_sharding,
 )
-from terrazzo.tensor.experimental.replication import implicit_replication
+from terrazzo.tensor.links import implicit_replication
 
 __all__ = [
     "context_parallel",

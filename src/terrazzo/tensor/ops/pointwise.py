@@ -70,7 +70,7 @@ def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[
     return out, ins
 
 
-def pointwise_spec(call: Call) -> Spec | None:
+def pointwise_spec(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
     """The rule for every elementwise operation."""
     if any(len(o.path) > 1 for o in call.operands):
         return None

@@ -165,40 +165,31 @@ def operation(name: str, inplace: bool = False) -> Operation:
 def apply_rule(call: Call) -> Spec | None:
     """The rule's answer; None if there is no rule, or if the rule does not take these arguments."""
     found = operation(call.name)
-    if found.how != "rule" or found.function is None:
-        return None
-    if found.function is _elementwise.rule:
-        answer: Spec | None = found.function(call)
-        return answer
-    names = names_for(found.function, call.func, call.args, call.kwargs, call)
-    if names is None:
-        return None
-    if names:
-        named: Spec | None = found.function(call, **dict(zip(names, call.args, strict=True)), **call.kwargs)
-        return named
-    covered: Spec | None = found.function(call, *call.args, **call.kwargs)
-    return covered
+    run = None
+    if found.how == "rule" and found.function is not None:
+        run = taking(found.function, call.func, call.args, call.kwargs, call)
+    return None if run is None else run(call.args, call.kwargs)
 
 
-def names_for(
+def taking(
     function: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *first: Any
-) -> tuple[str, ...] | None:
-    """The names under which a rule or decomposition takes the arguments of a call of `func`, after `first`.
+) -> Callable[[Sequence[Any], Mapping[str, Any]], Any] | None:
+    """`function`, a rule or decomposition, as a function of the arguments of such calls of `func`, after `first`.
 
-    None: it does not take them. Empty: it takes them in their order. Functions in Python may order their arguments
-    differently from the ATen operators of the same name, so theirs are passed by name.
+    None: it does not take them. Functions in Python may order their arguments differently from the ATen operators of
+    the same name, so theirs are passed by name.
     """
     signature = _signature(function)
     names = names_of(func, args)
     if names and names != tuple(signature.parameters)[len(first) : len(first) + len(names)]:
         try:
             signature.bind(*first, **dict(zip(names, args, strict=True)), **kwargs)
-            return names
+            return lambda args, kwargs: function(*first, **dict(zip(names, args, strict=True)), **kwargs)
         except TypeError:  # the rule has other argument names, so it also has the caller's order
             pass
     try:
         signature.bind(*first, *args, **kwargs)
-        return ()
+        return lambda args, kwargs: function(*first, *args, **kwargs)
     except TypeError:
         return None
 
