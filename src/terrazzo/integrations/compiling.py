@@ -15,10 +15,9 @@ from typing import Any
 
 from torch import nn
 
+from terrazzo._torch.compiling import calls_of_modules
 from terrazzo.fsdp.group import group_of
 from terrazzo.tensor import DTensor
-
-_CALLS = (nn.Module.__call__, nn.Module._call_impl)
 
 
 def compiling(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,7 +25,7 @@ def compiling(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def compile(model: Any = None, **options: Any) -> Any:
-        of_module = isinstance(model, MethodType) and model.__func__ in _CALLS  # of `module.compile()`
+        of_module = isinstance(model, MethodType) and model.__func__ in calls_of_modules  # of `module.compile()`
         module = model.__self__ if of_module else model
         backend = options.get("backend", "inductor")
         if not isinstance(module, nn.Module) or backend not in ("inductor", "aot_eager") or options.get("disable"):
