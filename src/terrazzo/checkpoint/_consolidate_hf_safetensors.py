@@ -11,8 +11,8 @@ from typing import Any
 
 from terrazzo.checkpoint.formats.format import Writing
 from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader
-from terrazzo.checkpoint.formats.huggingface.layout import read_index, shard_name
 from terrazzo.checkpoint.formats.huggingface.format import WeightsSource
+from terrazzo.checkpoint.formats.huggingface.layout import read_index, shard_name
 from terrazzo.checkpoint.formats.source import copy_checkpoint
 from terrazzo.checkpoint.hf_storage import HuggingFaceStorageWriter
 from terrazzo.checkpoint.run.coordination import find_team
