@@ -85,6 +85,7 @@ faulthandler.enable()
 rank, step, ends = sys.argv[1:]
 file = os.environ["TERRAZZO_MARKS"] + "-beat-" + rank
 said = {"step": int(step), "at": time.time(), "rank": int(rank), "process": os.getpid(), "samples": 8 * int(step)}
+said["start"] = [os.environ.get(name) for name in ("TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")]
 signal.signal(signal.SIGTERM, lambda *_: None)
 if ends == "never begins":
     time.sleep(1000)

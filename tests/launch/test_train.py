@@ -21,6 +21,7 @@ from terrazzo.engine import ResumableSampler
 from terrazzo.engine.config import Batch
 from terrazzo.launch import read_run
 from terrazzo.launch.history import read_history
+from terrazzo.launch.live import read_live
 from terrazzo.launch.torchrun import torchrun_line
 from warm_python import warm_python
 
@@ -132,13 +133,19 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path):
     with subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) as told:
         try:
             until = time.monotonic() + 300
-            while not losses.exists() and told.poll() is None and time.monotonic() < until:
+            while told.poll() is None and time.monotonic() < until:
+                if any(len(host.ranks) == 2 for host in read_live(tmp_path / "checkpoints")):
+                    break
                 time.sleep(0.02)
+            watched = command(*terrazzo(), "top", str(tmp_path / "run.toml"), "--json")
             told.send_signal(signal.SIGUSR2)
             _, errors = told.communicate(timeout=300)
         finally:
             told.kill()
     steps = len(losses.read_text().splitlines())
+    seen = json.loads(watched.stdout)
+    assert seen["state"] == "running" and seen["step"] >= 1 and [rank["rank"] for rank in seen["ranks"]] == [0, 1]
+    assert seen["memory"] > 0 and seen["loss"] > 0 and seen["saves"]["count"] == 0
     assert told.returncode == 128 + signal.SIGUSR2, errors
     assert f"it was ended by SIGUSR2; the latest checkpoint is global_step{steps}" in errors, errors
     resumed = command(*line)

@@ -87,6 +87,7 @@ class Beat(msgspec.Struct, frozen=True):
         tokens: the same, of tokens since the start.
         memory: bytes that it uses of its accelerator, or of the host without one.
         sent: bytes that it sent to other ranks in one of the last steps.
+        start: by which starts of the ranks differ (`start_of`).
     """
 
     step: int
@@ -98,6 +99,12 @@ class Beat(msgspec.Struct, frozen=True):
     tokens: int | None = None
     memory: int = 0
     sent: int | None = None
+    start: tuple[str | None, ...] = ()
+
+
+def start_of(environment: Mapping[str, str]) -> tuple[str | None, ...]:
+    """What the processes that were started together have in common, and no others."""
+    return environment.get("TORCHELASTIC_RESTART_COUNT"), environment.get("MASTER_PORT")
 
 
 class Imported(msgspec.Struct, frozen=True):
@@ -112,7 +119,7 @@ class _Pulse:
 
     def __init__(self, file: str) -> None:
         self._file = file
-        self._rank = int(os.environ.get("RANK") or 0)
+        self._rank, self._start = int(os.environ.get("RANK") or 0), start_of(os.environ)
         self._next = 0.0
         self._known = 0  # modules
         self._sent: int | None = None
@@ -132,7 +139,9 @@ class _Pulse:
         if isinstance(loss, Tensor):
             # A distributed tensor would ask other ranks, which may not write now.
             loss = float(loss) if type(loss) is Tensor else None
-        beat = Beat(step, time.time(), self._rank, os.getpid(), loss, samples, tokens, _memory(), self._sent)
+        beat = Beat(
+            step, time.time(), self._rank, os.getpid(), loss, samples, tokens, _memory(), self._sent, self._start
+        )
         _put(f"{self._file}-{BEATS}{self._rank}", msgspec.json.encode(beat))
         if len(sys.modules) != self._known and int(os.environ.get("LOCAL_RANK") or 0) == 0:
             self._known = len(sys.modules)

@@ -24,6 +24,7 @@ import runpy
 import socket
 import struct
 import sys
+import time
 from types import ModuleType
 from typing import Any
 
@@ -100,9 +101,12 @@ class Spare:
         reads, writes = os.pipe()
         between = os.fork()
         if between == 0:
+            middle = os.getpid()
             if os.fork():
                 os._exit(0)
             os.setsid()  # before it is known: torchrun sends signals to its group
+            while os.getppid() == middle:
+                time.sleep(0.0005)
             os.write(writes, struct.pack("!q", os.getpid()))
             os.close(reads)
             os.close(writes)

@@ -28,7 +28,7 @@ from typing import Final, Self
 import msgspec
 
 from terrazzo._torch.launching import Process
-from terrazzo.engine.marks import BEATS, FILE, IMPORTED, Beat, Imported, Mark, read_marks
+from terrazzo.engine.marks import BEATS, FILE, IMPORTED, Beat, Imported, Mark, read_marks, start_of
 from terrazzo.launch.live import Live
 from terrazzo.launch.spare import Spare
 
@@ -37,7 +37,6 @@ PATIENCE: Final = 5.0
 
 _LOOK: Final = 0.05  # seconds between two checks for processes that have ended, and for new marks
 _HEAR: Final = 0.5  # seconds between two readings of beats
-_WHICH: Final = ("TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")  # variables by which starts differ
 _TOLD: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 
 
@@ -145,8 +144,8 @@ class Watch:
         if process is None:
             process = own()
         with self._lock:
-            if self._now.which != (which := tuple(map(environment.get, _WHICH))):
-                self._before, self._now = self._now, _Started(which)
+            if self._now.start != (start := start_of(environment)):
+                self._before, self._now = self._now, _Started(start)
             self._now.running[process.pid] = process
         return process
 
@@ -207,7 +206,7 @@ class Watch:
         for path in self._file.parent.glob(f"{self._file.name}-{BEATS}*[0-9]"):
             beat = msgspec.json.decode(path.read_bytes(), type=Beat)
             known = self._now.beats.get(beat.process)
-            if beat.process in self._now.running and (known is None or known[1] != beat):
+            if beat.start == self._now.start and (known is None or known[1] != beat):
                 self._now.beats[beat.process] = now, beat
                 self._live.add(beat)
 
@@ -216,7 +215,8 @@ class Watch:
         if self._stuck_after is None or now.limit is not None:
             return
         limit = time.monotonic() - self._stuck_after
-        stuck = [beat for heard, beat in now.beats.values() if heard < limit and beat.process in now.running]
+        # Where the interpreter was started by a script of its own, torchrun's process is another one.
+        stuck = [beat for heard, beat in now.beats.values() if heard < limit and _is_there(beat.process)]
         if not stuck:
             return
         now.limit = time.monotonic() + PATIENCE
@@ -243,7 +243,7 @@ class Watch:
 class _Started:
     """The processes that were started together."""
 
-    which: tuple[str | None, ...] = ()
+    start: tuple[str | None, ...] = ()
     running: dict[int, Process] = field(default_factory=dict)
     ended: list[float] = field(default_factory=list)  # when
     beats: dict[int, tuple[float, Beat]] = field(default_factory=dict)  # by process, with when they were heard
@@ -251,6 +251,14 @@ class _Started:
     limit: float | None = None  # when those that still run are killed, since one has failed
     is_told: bool = False  # to end
     has_told: bool = False  # how long recovery took
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _send(send: Callable[[int, int], None], pid: int, number: int) -> None:

@@ -1,0 +1,81 @@
+"""Ranks that are killed at any moment, again and again: the run ends in the state of one that nobody disturbed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from terrazzo.checkpoint import Checkpoint
+from terrazzo.checkpoint.tools.compare import compare
+from terrazzo.launch.history import read_history
+
+HERE = Path(__file__).resolve().parent
+STEPS, KILLS = 60, 8
+RUN = """
+entry = "killed:main"
+arguments = ["{steps}"]
+checkpoints = {{ folder = "checkpoints", save = 1, keep = 3{more} }}
+[ranks]
+per_host = {world}
+restarts = 100
+[engine]
+train_batch_size = 8
+seed = 3
+zero_optimization = {{ stage = 3 }}
+optimizer = {{ type = "AdamW", params = {{ lr = 0.01 }} }}
+"""
+
+
+def begun(folder: Path, world: int, more: str = "") -> subprocess.Popen[str]:
+    (folder / "ranks").mkdir(parents=True)
+    shutil.copy(HERE / "killed.py", folder)
+    (folder / "run.toml").write_text(RUN.format(steps=STEPS, world=world, more=more))
+    return subprocess.Popen(
+        [sys.executable, "-m", "terrazzo.cli", "train", str(folder / "run.toml")], stderr=subprocess.PIPE, text=True
+    )
+
+
+def alive(folder: Path) -> list[tuple[int, int]]:
+    """The ranks that run: process, and how often they have been restarted."""
+    found = [tuple(map(int, path.name.split("-"))) for path in (folder / "ranks").iterdir()]
+    return [(pid, start) for pid, _, start in found if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("more", ["", ', local = "local"'], ids=["root", "local"])
+def test_kills_at_random_moments(tmp_path: Path, more: str) -> None:
+    with begun(tmp_path / "alone", 2) as alone:
+        assert alone.wait(400) == 0, alone.communicate()[1]
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    chance, killed, last = random.Random(seed), 0, -1
+    folder = tmp_path / "killed"
+    with begun(folder, 2, more) as run:
+        until = time.monotonic() + 400
+        while run.poll() is None and time.monotonic() < until and killed < KILLS:
+            ranks = alive(folder)
+            newest = max((start for _, start in ranks), default=-1)
+            if newest > last:
+                time.sleep(chance.random() ** 2 * 4)
+                pid, _ = chance.choice(ranks)
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                    killed, last = killed + 1, newest
+                except ProcessLookupError:
+                    pass
+            time.sleep(0.01)
+        _, errors = run.communicate(timeout=400)
+        assert run.returncode == 0, errors
+    assert killed >= 3, "the run was over too soon"
+    one, other = (Checkpoint(path / "checkpoints" / f"global_step{STEPS}") for path in (tmp_path / "alone", folder))
+    assert {each.name for each in compare(one, other)} <= {"checkpoint_manager"}, errors
+    went_on = [each for each in read_history(folder / "checkpoints") if each.what == "went on"]
+    assert went_on and "there is no spare process" not in errors
