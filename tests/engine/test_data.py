@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from engine.deepspeed_cases import deepspeed_is_installed
 from engine.runs import config
@@ -212,3 +212,59 @@ def check_curriculum(folder):
 
 def test_an_engine_with_a_curriculum_goes_on_with_its_difficulty(tmp_path):
     run_ranks(2, check_curriculum, str(tmp_path))
+
+
+class Seeds(Dataset):
+    """What each worker process would draw."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.utils.data.get_worker_info().seed
+
+
+def check_draws(folder):
+    """A run that resumes drops what it would have dropped: to begin with the data takes no number of the program's."""
+    data = TensorDataset(torch.randn(32, 4), torch.randn(32, 3))
+
+    def losses(engine, count):
+        found = []
+        for x, y in engine.training_dataloader:
+            loss = (engine(x) - y).square().mean()
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+            if len(found) == count:
+                return found
+
+    def begun():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 3))
+        return initialize(model, config=config(1, optimizer={"type": "SGD", "params": {"lr": 0.1}}), training_data=data)
+
+    whole = losses(begun(), 7)
+    engine = begun()
+    found = losses(engine, 3)
+    engine.save_checkpoint(folder)
+    again = begun()
+    again.load_checkpoint(folder)
+    assert found + losses(again, 4) == whole
+
+
+def test_a_run_that_resumes_draws_the_same_numbers(tmp_path):
+    run_ranks(1, check_draws, str(tmp_path))
+
+
+def check_workers():
+    data_sampling = {"enabled": True, "num_workers": 1}
+    options = config(1, data_efficiency={"enabled": True, "data_sampling": data_sampling})
+    engine = initialize(nn.Linear(1, 1), config=options, training_data=Seeds())
+    one, two = (next(iter(engine.training_dataloader))[0].item() for _ in range(2))
+    engine.data_sampler.end_step()
+    later = next(iter(engine.training_dataloader))[0].item()
+    assert one == two != later
+
+
+def test_workers_draw_others_in_other_steps():
+    run_ranks(1, check_workers)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +20,8 @@ from terrazzo.engine import initialize
 def main(run: Any, steps: str) -> None:
     folder = Path(run.path).parent / "ranks"
     (folder / f"{os.getpid()}-{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}").touch()
-    torch.manual_seed(0)
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):  # checkpoints have the state of each
+        seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 2))
     data = TensorDataset(torch.randn(32, 6), torch.randn(32, 2))
     engine = initialize(model, training_data=data, config=run.engine)

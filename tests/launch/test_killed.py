@@ -49,6 +49,12 @@ def alive(folder: Path) -> list[tuple[int, int]]:
     return [(pid, start) for pid, _, start in found if Path(f"/proc/{pid}").exists()]
 
 
+def saved(folder: Path) -> int:
+    """The last step that has been saved."""
+    names = (path.name.removeprefix("global_step") for path in (folder / "checkpoints").glob("global_step*"))
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("more", ["", ', local = "local"'], ids=["root", "local"])
 def test_kills_at_random_moments(tmp_path: Path, more: str) -> None:
@@ -64,7 +70,11 @@ def test_kills_at_random_moments(tmp_path: Path, more: str) -> None:
             ranks = alive(folder)
             newest = max((start for _, start in ranks), default=-1)
             if newest > last:
-                time.sleep(chance.random() ** 2 * 4)
+                if chance.random() < 0.7:  # else perhaps before the first step
+                    begun_at, patience = saved(folder), time.monotonic() + 60
+                    while saved(folder) <= begun_at and run.poll() is None and time.monotonic() < patience:
+                        time.sleep(0.01)
+                time.sleep(chance.random() / 2)
                 pid, _ = chance.choice(ranks)
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -77,5 +87,6 @@ def test_kills_at_random_moments(tmp_path: Path, more: str) -> None:
     assert killed >= 3, "the run was over too soon"
     one, other = (Checkpoint(path / "checkpoints" / f"global_step{STEPS}") for path in (tmp_path / "alone", folder))
     assert {each.name for each in compare(one, other)} <= {"checkpoint_manager"}, errors
+    assert saved(folder) == STEPS
     went_on = [each for each in read_history(folder / "checkpoints") if each.what == "went on"]
     assert went_on and "there is no spare process" not in errors

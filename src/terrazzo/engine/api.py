@@ -180,10 +180,20 @@ def _loader(
     )
     engine.data_sampler = sampler
     sampling = engine.config.data_efficiency.data_sampling
-    return DataLoader(
+    return _Loader(
         data,
         batch_sampler=sampler,
         collate_fn=collate_fn,
         num_workers=sampling.num_workers,
         pin_memory=sampling.pin_memory,
     )
+
+
+class _Loader(DataLoader[Any]):
+    """Begins without a number of the program's generator: a run that resumes draws what it would have drawn."""
+
+    def __iter__(self) -> Any:
+        sampler = self.batch_sampler
+        assert isinstance(sampler, ResumableSampler)
+        self.generator = sampler.generator()  # of the seeds of worker processes
+        return super().__iter__()

@@ -113,6 +113,10 @@ class ResumableSampler(Sampler[list[int]]):
         """Count a step as trained; samples that a loader has prefetched do not count."""
         self._trained += 1
 
+    def generator(self) -> torch.Generator:
+        """For what a loader draws on this rank from here on."""
+        return generator_for(self._seed, "loader", self._rank, self._start["step"] + self._trained)
+
     def state_dict(self) -> dict[str, Any]:
         """The position after the steps that have been trained."""
         order = _Order(self, self._start)
