@@ -193,7 +193,7 @@ def _ago(seconds: float) -> str:
     """How long ago, in words.
 
     >>> _ago(12.3), _ago(700.0), _ago(9000.0)
-    ('12 s ago', '11 min ago', '2.5 h ago')
+    ('12 s ago', '12 min ago', '2.5 h ago')
     """
     if seconds < 120:
         return f"{seconds:.0f} s ago"
