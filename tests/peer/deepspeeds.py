@@ -29,7 +29,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from outcomes import Absent, Outcomes, counted, end_with_parent, outcomes_of
+from outcomes import Absent, Outcomes, begin, counted, end_with_parent, outcomes_of
 
 # Left out are folders about what terrazzo refuses, or has not: automatic tensor and expert parallelism, Ulysses,
 # inference, compiling passes, quantised kernels, libaio, the launcher.
@@ -185,14 +185,8 @@ class _Keeps:
 def run(source: Path, file: str, peer: str, path: Path) -> None:
     """Run a file of `tests/unit` in this process, which it changes, and write its outcomes."""
     import pytest
-    import torch
 
-    end_with_parent()
-    os.setpgid(0, 0)
-    log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    torch.set_num_threads(1)
+    begin(path)
     os.chdir(source / "tests")
     if peer == "terrazzo":
         sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]  # has what is called

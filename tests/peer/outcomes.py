@@ -67,6 +67,18 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, of Linux
 
 
+def begin(path: Path) -> None:
+    """In a forked process: it ends with its parent, what it prints goes beside `path`, and torch has one thread."""
+    import torch
+
+    end_with_parent()
+    os.setpgid(0, 0)
+    log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+
+
 def outcomes_of(
     run: Callable[[Path, str, str, Path], None],
     source: Path,

@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path += [str(Path(__file__).parents[1])]
 
-from outcomes import Kept, counted, end_with_parent, outcomes_of
+from outcomes import Kept, begin, counted, outcomes_of
 
 from integrations.families import DENSE, EXPERTS, config_of
 
@@ -145,14 +145,7 @@ def case_of(family: str, ranks: int) -> type[unittest.TestCase]:
 
 def run(source: Path, family: str, peer: str, path: Path, ranks: int) -> None:
     """Run the tests of a family in this process, which it changes, and write their outcomes."""
-    import torch
-
-    end_with_parent()
-    os.setpgid(0, 0)
-    log = os.open(path.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    torch.set_num_threads(1)
+    begin(path)
     if peer.startswith("install"):
         import terrazzo
 
