@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -196,4 +197,5 @@ class _Loader(DataLoader[Any]):
         sampler = self.batch_sampler
         assert isinstance(sampler, ResumableSampler)
         self.generator = sampler.generator()  # of the seeds of worker processes
-        return super().__iter__()
+        with torch.device("cpu"):  # where that generator is, whatever the default
+            return super().__iter__()

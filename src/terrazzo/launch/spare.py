@@ -39,16 +39,20 @@ class Forked:
     def poll(self) -> int | None:
         """The exit status, negative for a signal; None if it runs."""
         with self._lock:
-            if self._status is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                if pid:
-                    self._status = os.waitstatus_to_exitcode(status)
-            return self._status
+            return self._poll()
+
+    def _poll(self) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._status = os.waitstatus_to_exitcode(status)
+        return self._status
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for its end; returns the status."""
-        if self.poll() is None:
-            end = os.pidfd_open(self.pid)
+        with self._lock:  # another thread polls, and what it has seen the end of is gone
+            end = os.pidfd_open(self.pid) if self._poll() is None else None
+        if end is not None:
             try:
                 select.select([end], [], [], timeout)
             finally:
