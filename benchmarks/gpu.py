@@ -240,7 +240,9 @@ def written(
     for topic, group in groupby(results, key=lambda result: result.name.partition(".")[0]):
         of_topic = list(group)
         lines += ["", f"### {topic}", "", *table(columns_of(of_topic))]
-        lines += [f"\n{r.name} failed: {_cell(r.error)}" for r in of_topic if r.error is not None]
+        # Of files only their names: where this machine has them says nothing to others.
+        errors = {r.name: re.sub(r'File "[^"]*/', 'File "', r.error) for r in of_topic if r.error is not None}
+        lines += [f"\n{name} failed: {_cell(error)}" for name, error in errors.items()]
     return "\n".join(lines) + "\n"
 
 

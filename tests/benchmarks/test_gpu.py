@@ -51,6 +51,9 @@ def test_every_test_is_reported(tmp_path):
     assert "| `test_some.test_left_out` | skipped |" in text and "not here" in text
     assert "AssertionError: a \\| b" in text
     assert "| one | 2 | 1 s | 2 s | 0.5 |" in text and "topic.one failed: no / memory" in text
+    failed = failure_of(case, 'File "/home/me/terrazzo/benchmarks/runner.py", line 7')
+    text = gpu.written([], [failed], [], datetime.datetime(2030, 1, 2), quick=False)
+    assert '\ntopic.one failed: File "runner.py", line 7' in text
 
 
 def test_without_an_accelerator_it_says_what_it_needs(tmp_path):
