@@ -181,8 +181,10 @@ def beat(
 
 def tokens_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """The number of tokens in a model's inputs, for beats: of its first tensor, if that has integers in rows."""
+    if not os.environ.get(FILE):  # nobody looks
+        return 0
     first = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
-    if not os.environ.get(FILE) or first is None or first.dim() != 2 or first.dtype not in (torch.int64, torch.int32):
+    if first is None or first.dim() != 2 or first.dtype not in (torch.int64, torch.int32):
         return 0
     return first.numel()
 
