@@ -102,6 +102,7 @@ def test_what_the_spare_process_does_not_import(tmp_path: Path) -> None:
     """Each is trouble: a thread, which a fork does not copy, and a value that differs from rank to rank."""
     modules = {
         "plain": "import os; HERE = os.environ.get('HOME')",
+        "copies": "import subprocess, os; subprocess.run(['true'], env=os.environ | {'MORE': '1'})",
         "raises": "raise SystemExit('no')",
         "reads": "import os; RANK = int(os.environ.get('RANK', 0))",
         "starts": "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
@@ -114,7 +115,7 @@ def test_what_the_spare_process_does_not_import(tmp_path: Path) -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             command = [sys.executable, "-u", forking.__file__, str(theirs.fileno())]
-            process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=os.environ | {"RANK": "0"})
             theirs.close()
             path = [str(tmp_path), *sys.path]
             forking.send(ours, {"modules": names, "path": path, "own": ["RANK"], "without": without})

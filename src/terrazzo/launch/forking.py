@@ -25,6 +25,7 @@ import socket
 import struct
 import sys
 import time
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -119,6 +120,9 @@ class Spare:
     def _imported(self, modules: list[str], path: list[str], own: list[str], without: list[str]) -> dict[str, Any]:
         sys.path[:] = path
         importlib.invalidate_caches()
+        for name in own:  # so that who copies all variables, for a process that it starts, has not read these
+            with suppress(KeyError):
+                del os.environ[name]
         known = set(modules)
         for name in [*(name for name in _BLAS if name in known), *modules]:
             if any(f"{name}.".startswith(f"{other}.") for other in without):
