@@ -17,7 +17,13 @@ import torch
 from checkpoint.formats.deepspeed.made import plain, write, write_pipeline, write_universal
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.formats import DeepSpeedReader
-from terrazzo.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, UnsafePickleError
+from terrazzo.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    UnsafePickleError,
+)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -78,6 +84,22 @@ def test_universal_of_a_model_that_was_tensor_parallel(tmp_path):
         assert torch.equal(found["optimizer"]["state"][name]["exp_avg"], kept["exp_avg"])
     torch.save(model, file)
     with pytest.raises(CheckpointFormatError, match="tensor-parallel, and .* was not trained"):
+        read(tmp_path / "tag")
+
+
+@pytest.mark.parametrize(("padding", "shape"), [(-60, (5, 3)), (-22, (5, 3)), (2, (1 << 40, 3))])
+def test_partitions_that_are_too_short_for_the_parameters(tmp_path, padding, shape):
+    """They would be gone through for ever, or element by element: a partition of 0 elements, of fewer, of too few."""
+    write(tmp_path, 1)
+    file = tmp_path / "tag" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    optim = plain(file)
+    optim["optimizer_state_dict"]["group_paddings"][0] = padding
+    torch.save(optim, file)
+    file = tmp_path / "tag" / "mp_rank_00_model_states.pt"
+    model = plain(file)
+    model["param_shapes"][0]["a.weight"] = torch.Size(shape)
+    torch.save(model, file)
+    with pytest.raises(CheckpointCorruptError, match="partitions of .* are too short"):
         read(tmp_path / "tag")
 
 

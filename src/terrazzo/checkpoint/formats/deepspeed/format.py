@@ -88,7 +88,7 @@ def _read_contents(folder: Place) -> Contents:
         return read_universal(folder) if is_universal(folder) else read_partitioned(folder)
     except CheckpointError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         # What the pickles hold can be anything.
         raise CheckpointFormatError(
             f"{folder}: the files hold something else than DeepSpeed's do ({type(error).__name__}: {error})"

@@ -19,16 +19,21 @@ share a line. Either way expert 3 is a part of the tensor `...deepspeed_experts.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, Final
 
+import torch
+
 from terrazzo.checkpoint.formats.deepspeed.files import FileTensor, OpenFile, expert_files
+from terrazzo.checkpoint.formats.table import StoredBox
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor
+from terrazzo.checkpoint.native.spans import strides_of
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, UnsupportedValueError
-from terrazzo.layout.box import Box
+from terrazzo.layout.box import Box, boxes_of_flat_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,41 @@ class Placed:
     name: str
     shape: tuple[int, ...]
     runs: tuple[Run, ...]
+
+
+_Found = tuple[OpenFile, StoredTensor, Run]
+
+
+def joined(placed: Placed, by_rank: Sequence[tuple[OpenFile, Any]]) -> FileTensor:
+    """A parameter whose elements, in row-major order, are runs of the ranks' flat tensors, one after the other."""
+    found: list[_Found] = []
+    for run in placed.runs:
+        if run.rank >= len(by_rank) or not isinstance(by_rank[run.rank][1], StoredTensor):
+            raise CheckpointCorruptError(f"{placed.name}: the partition of data-parallel rank {run.rank} is missing")
+        file, stored = by_rank[run.rank]
+        if stored.dtype != by_rank[placed.runs[0].rank][1].dtype or len(stored.shape) != 1:
+            raise CheckpointCorruptError(
+                f"{placed.name}: {file.where} has it in another form than the other ranks' files"
+            )
+        if run.start + run.length > stored.shape[0]:
+            raise CheckpointCorruptError(f"{placed.name}: the partition in {file.where} is too short")
+        found.append((file, stored, run))
+    dtype = found[0][1].dtype if found else torch.float32
+    return FileTensor(dtype, placed.shape, partial(_rows_of, placed, found))
+
+
+def _rows_of(placed: Placed, found: Sequence[_Found]) -> list[StoredBox]:
+    rows, first = [], 0
+    for file, stored, run in found:
+        (stride,) = stored.strides
+        at = stored.offset + run.start * stride
+        for box in boxes_of_flat_range(placed.shape, first, first + run.length):
+            strides = tuple([step * stride for step in strides_of(box.lengths)])
+            part = replace(stored, offset=at, shape=box.lengths, strides=strides)
+            rows.append(file.archive.row(part, placed.name, box))
+            at += box.numel * stride
+        first += run.length
+    return rows
 
 
 def in_one_line(
@@ -214,13 +254,13 @@ def ranks_by_experts(ranks: int, same: int, data_first: bool) -> list[range]:
     return [range(part, ranks, parts) for part in range(parts)]
 
 
-def stacked(line: Callable[[int], Iterable[Placed]], teams: Sequence[range]) -> list[Placed]:
-    """The parameters of a group, those of experts stacked; `line` places them for a team, from its first rank."""
+def stacked(lines: Iterable[Iterable[Placed]], teams: Sequence[range]) -> list[Placed]:
+    """The parameters of a group, those of experts stacked, from their places on each team."""
     runs: dict[str, list[tuple[Run, ...]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for team in teams:
+    for line, team in zip(lines, teams, strict=True):
         own: dict[str, dict[int, tuple[Run, ...]]] = {}
-        for placed in line(team[0]):
+        for placed in line:
             match = _ONE.fullmatch(placed.name)
             if match is None:
                 raise CheckpointFormatError(f"{placed.name} is in a param group of experts, but is of none")

@@ -244,13 +244,12 @@ def optim_states(
     param_groups = [
         {**_options(group), "params": indices} for group, indices in zip(layout.groups, members, strict=True)
     ]
-    build = _cut_one_by_one if layout.stage == 3 else _cut_in_one_line
     state = {
         "zero_stage": layout.stage,
         "loss_scaler": scaler,
         "dynamic_loss_scale": bool(scaler.attributes["dynamic"]),
         "overflow": False,
-        **build(layout, flat, tensors, rank, param_groups),
+        **_cut(layout, flat, tensors, rank, param_groups),
     }
     if layout.stage < 3:
         state |= {"clip_grad": clip, "ds_version": VERSION}
@@ -263,7 +262,7 @@ def _options(group: Group) -> dict[str, Any]:
     return {**adam, **group.options}
 
 
-def _cut_in_one_line(
+def _cut(
     layout: RunLayout,
     flat: Sequence[tuple[int, Shapes]],
     tensors: Tensors,
@@ -273,24 +272,31 @@ def _cut_in_one_line(
     states, weights, paddings, counts, fragments = {}, [], [], [], []
     for index, (number, shapes) in enumerate(flat):
         group = layout.groups[number]
-        teams = layout.teams(group.parts)
-        [team] = [team for team in teams if rank in team]
-        named = layout.in_files(number, shapes)
-        total = sum(map(prod, named.values()))
-        partition = -(-total // (_ALIGNMENT * len(team))) * _ALIGNMENT
-        lean = max(min(total - team.index(rank) * partition, partition), 0)
-        line = list(in_one_line(named.items(), partition))
-        placed = stacked(lambda _, line=line: line, teams) if group.parts else line  # type: ignore[misc]
+        if layout.stage == 3:
+            placed = list(one_by_one(shapes.items(), layout.ranks))
+            partition = lean = sum(-(-prod(shape) // layout.ranks) for shape in shapes.values())
+        else:
+            teams = layout.teams(group.parts)
+            [team] = [team for team in teams if rank in team]
+            named = layout.in_files(number, shapes)
+            total = sum(map(prod, named.values()))
+            partition = -(-total // (_ALIGNMENT * len(team))) * _ALIGNMENT
+            lean = max(min(total - team.index(rank) * partition, partition), 0)
+            line = list(in_one_line(named.items(), partition))
+            placed = stacked([line] * len(teams), teams) if group.parts else line
+            paddings.append(partition - lean)
+            counts.append(len(team))
+            fragments.append(OrderedDict(_fragments(line, team.index(rank))))
         weights.append(tensors.flat("module", placed, rank, lean, torch.float32))
-        paddings.append(partition - lean)
         states[index] = {
             **group.once,
             **{key: tensors.flat(key, placed, rank, partition, torch.float32) for key in group.kept},
         }
-        counts.append(len(team))
-        fragments.append(OrderedDict(_fragments(line, team.index(rank))))
+    kept = {"state": states, "param_groups": param_groups}
+    if layout.stage == 3:
+        return {"optimizer_state_dict": kept, "fp32_flat_groups": weights, "partition_count": layout.ranks}
     return {
-        "base_optimizer_state": {"state": states, "param_groups": param_groups},
+        "base_optimizer_state": kept,
         "single_partition_of_fp32_groups": weights,
         "group_paddings": paddings,
         "partition_count": counts,
@@ -307,30 +313,6 @@ def _fragments(placed: Sequence[Placed], rank: int) -> list[tuple[str, Instance]
         for run in where.runs
         if run.rank == rank
     ]
-
-
-def _cut_one_by_one(
-    layout: RunLayout,
-    flat: Sequence[tuple[int, Shapes]],
-    tensors: Tensors,
-    rank: int,
-    param_groups: list[dict[str, Any]],
-) -> dict[str, Any]:
-    states, weights = {}, []
-    for index, (number, shapes) in enumerate(flat):
-        group = layout.groups[number]
-        placed = list(one_by_one(shapes.items(), layout.ranks))
-        length = sum(-(-prod(shape) // layout.ranks) for shape in shapes.values())
-        weights.append(tensors.flat("module", placed, rank, length, torch.float32))
-        states[index] = {
-            **group.once,
-            **{key: tensors.flat(key, placed, rank, length, torch.float32) for key in group.kept},
-        }
-    return {
-        "optimizer_state_dict": {"state": states, "param_groups": param_groups},
-        "fp32_flat_groups": weights,
-        "partition_count": layout.ranks,
-    }
 
 
 def loss_scaler(state: Mapping[str, Any], fp16: Mapping[str, Any]) -> Instance:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -20,13 +21,11 @@ from terrazzo.checkpoint.formats.deepspeed.files import (
     Files,
     FileTensor,
     OpenFile,
-    Part,
     Shapes,
     entry,
     find_files,
     group_of,
     in_file,
-    joined,
     layer_files,
     names_by_group,
     shapes_of,
@@ -38,6 +37,7 @@ from terrazzo.checkpoint.formats.deepspeed.partitions import (
     expert_tensors,
     has_experts,
     in_one_line,
+    joined,
     one_by_one,
     out_of_turns,
     ranks_by_experts,
@@ -117,7 +117,7 @@ class _Stage:
     def tied(self) -> dict[str, FileTensor]:
         """The weights of modules that several layers of a pipeline share."""
         return {
-            placed.name: _joined(placed, group.weights)
+            placed.name: joined(placed, group.weights)
             for group in self.groups()
             for placed in group.placed
             if placed.name.startswith(TIED)
@@ -231,19 +231,21 @@ def _cut_in_one_line(
         weights = _flat_tensors("single_partition_of_fp32_groups", number, optims, states)
         between = first.get("param_alignment_paddings")
 
-        def line(
-            rank: int, number: int = number, named: Shapes = named, weights: Any = weights, between: Any = between
-        ) -> Iterable[Placed]:
+        teams = [range(len(optims))]
+        if has_experts(named):
+            same = entry(first["partition_count"], number, int, optims[0].where)
+            teams = ranks_by_experts(len(optims), same, data_first)
+            if not teams:
+                raise CheckpointCorruptError(f"{optims[0].where}: {same} of {len(optims)} ranks have the same experts")
+        lines = []
+        for rank in (team[0] for team in teams):
             # If the padding was removed from the weights, it must be added here.
             paddings = states[rank]["group_paddings"] if "zero_stage" in first else {number: 0}
             length = weights[rank][1].shape[0] + entry(paddings, number, int, optims[rank].where)
-            return in_one_line(named.items(), length, None if not between else between[number])
-
-        if has_experts(named):
-            same = entry(first["partition_count"], number, int, optims[0].where)
-            placed: Iterable[Placed] = stacked(line, ranks_by_experts(len(optims), same, data_first))
-        else:
-            placed = line(0)
+            if sum(map(prod, named.values())) > length * len(optims):
+                raise CheckpointCorruptError(f"{optims[rank].where}: partitions of {length} elements are too short")
+            lines.append(in_one_line(named.items(), length, between[number] if between else None))
+        placed: Iterable[Placed] = stacked(lines, teams) if has_experts(named) else lines[0]
         kept = tuple(
             entry(part, number, dict, file.where) if elastic else entry(part, "state", dict, file.where).get(number, {})
             for part, file in zip(base, optims, strict=True)
@@ -282,16 +284,6 @@ def _flat_tensors(
     return tuple(found)
 
 
-def _joined(placed: Placed, by_rank: Sequence[tuple[OpenFile, Any]]) -> FileTensor:
-    parts = []
-    for run in placed.runs:
-        if run.rank >= len(by_rank) or not isinstance(by_rank[run.rank][1], StoredTensor):
-            raise CheckpointCorruptError(f"{placed.name}: the partition of data-parallel rank {run.rank} is missing")
-        file, stored = by_rank[run.rank]
-        parts.append(Part(file, stored, run.start, run.length))
-    return joined(placed.name, placed.shape, parts)
-
-
 # ------------------------------------------------------------------ the model
 
 
@@ -301,7 +293,7 @@ def _add_weights(contents: Contents, stage: _Stage, names: Mapping[str, str]) ->
     for group in stage.groups():
         for placed in group.placed:
             name = names.get(placed.name, placed.name)
-            contents.add(("module", name), _joined(placed, group.weights))
+            contents.add(("module", name), joined(placed, group.weights))
             known.add(name)
     for name, tensor in frozen_tensors(stage.models):
         contents.add(("module", name), tensor)
@@ -317,7 +309,7 @@ def frozen_tensors(models: Sequence[OpenFile]) -> Iterator[tuple[str, Any]]:
             yield name, in_file(models[0], stored[0])
         else:
             (placed,) = one_by_one([(name, shape)], len(models))
-            yield name, _joined(placed, list(zip(models, stored, strict=True)))
+            yield name, joined(placed, list(zip(models, stored, strict=True)))
 
 
 # ------------------------------------------------------------------ the optimizer
@@ -354,7 +346,7 @@ def _state_of(placed: Placed, group: _FlatGroup) -> Iterable[tuple[str, Any]]:
         if isinstance(value, StoredTensor) and len(value.shape) == 1:
             yield (
                 key,
-                _joined(placed, [(file, state.get(key)) for file, state in zip(files, group.states, strict=True)]),
+                joined(placed, [(file, state.get(key)) for file, state in zip(files, group.states, strict=True)]),
             )
         else:
             yield key, replace_tensors(value, files[0].archive.tensor)
