@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint.formats.convert import convert
+from terrazzo.checkpoint.formats.table import tensor_entry
 from terrazzo.checkpoint.formats.torch_save import TorchSaveReader
 from terrazzo.checkpoint.metadata import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.objects import ObjectBytes
@@ -180,9 +179,7 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
 def _asked_for(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if not isinstance(value, torch.Tensor) and not is_sharded(value):
         return BytesStorageMetadata()
-    size = value.size()
-    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(value.dtype), size, [whole])
+    return tensor_entry(value.dtype, value.size())
 
 
 def _together() -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import abc
 import io
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +25,7 @@ from terrazzo.checkpoint.metadata import (
 )
 from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.dtypes import dtype_name
+from terrazzo.checkpoint.native.finding import in_file_order
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.requests import Requests
 from terrazzo.checkpoint.native.root import FileEntry
@@ -111,15 +112,6 @@ class FilesRead(msgspec.Struct, eq=False):
     files: dict[Store, set[str]] = msgspec.field(default_factory=dict)
 
 
-class _Piece(msgspec.Struct, eq=False):
-    """The part of a requested box, known by its number, that one row has."""
-
-    number: int
-    row: StoredBox
-    box: Box  # of the tensor
-    chunk: StoredChunk | None = None
-
-
 def chunk_at(
     name: str,
     file: FileEntry,
@@ -147,55 +139,41 @@ def file_at(store: Store, key: str) -> FileEntry:
 @torch.no_grad()
 def read_rows(asked: Sequence[Asked], targets: Sequence[torch.Tensor]) -> FilesRead:
     """Fill a tensor with each box that is asked for."""
-    pieces: list[_Piece] = []
+    found: list[tuple[int, StoredBox, Box]] = []  # what each row has of each box
     for number, each in enumerate(asked):
         if isinstance(each.rows, torch.Tensor):
             targets[number].copy_(each.rows[each.box.slices()])
             continue
-        commons = [(row, row.box.intersect(each.box)) for row in each.rows]
-        found = [_Piece(number, row, common) for row, common in commons if common is not None]
-        if sum(piece.box.numel for piece in found) != each.box.numel:
+        commons = [(number, row, common) for row in each.rows if (common := row.box.intersect(each.box)) is not None]
+        if sum(common.numel for _, _, common in commons) != each.box.numel:
             raise CheckpointCorruptError(f"{each.name!r}: the files do not have all elements of {each.box} once")
-        pieces += found
-    if not pieces:
-        return FilesRead()
-    stores = {id(piece.row.store): piece.row.store for piece in pieces}
-    located = _located([piece.row for piece in pieces], max(store.caps.depth for store in stores.values()))
-    for piece in pieces:
-        piece.chunk = located[id(piece.row)]
-
-    def order(piece: _Piece) -> tuple[int, str, int, tuple[int, ...]]:
-        assert piece.chunk is not None
-        return id(piece.row.store), piece.chunk.file.name, piece.chunk.start, piece.box.offsets
-
-    def filling(pieces: Iterable[_Piece]) -> Iterator[WantedBox]:
-        for piece in pieces:
-            inside, whole = piece.box.relative_to(piece.row.box), asked[piece.number].box
-            part = None if piece.box == whole else piece.box.relative_to(whole)
-            assert piece.chunk is not None
-            wanted = WantedBox(piece.chunk, inside.offsets, inside.lengths, piece.number, part)
-            yield wanted.of(targets[piece.number])
-
+        found += commons
+    located = _located([row for _, row, _ in found])
+    wanted: dict[Store, list[WantedBox]] = defaultdict(list)
+    for number, row, common in found:
+        inside, whole = common.relative_to(row.box), asked[number].box
+        part = None if common == whole else common.relative_to(whole)
+        wanted[row.store].append(WantedBox(located[id(row)], inside.offsets, inside.lengths, number, part))
     read = FilesRead()
-    for key, of_store in groupby(sorted(pieces, key=order), lambda piece: id(piece.row.store)):
-        requests = Requests(stores[key], verify=False)
-        requests.read(filling(of_store))
+    for store, boxes in wanted.items():
+        requests = Requests(store, verify=False)
+        requests.read(each.of(targets[each.number]) for each in in_file_order(boxes))
         read.nbytes += requests.bytes_read
-    for piece in pieces:
-        assert piece.chunk is not None
-        read.files.setdefault(piece.row.store, set()).add(piece.chunk.file.name)
+        read.files[store] = {each.chunk.file.name for each in boxes}
     return read
 
 
-def _located(rows: Iterable[StoredBox], depth: int) -> dict[int, StoredChunk]:
+def _located(rows: Iterable[StoredBox]) -> dict[int, StoredChunk]:
     """Where rows lie, by their ids; several files are looked into at once."""
     found: dict[int, StoredChunk] = {}
     calls: dict[int, Callable[[], StoredChunk]] = {}
+    depth = 1
     for row in rows:
         if isinstance(row.chunk, StoredChunk):
             found[id(row)] = row.chunk
         else:
             calls[id(row)] = row.chunk
+            depth = max(depth, row.store.caps.depth)
     return found | dict(zip(calls, results_of([*calls.values()], depth, "terrazzo-headers"), strict=True))
 
 

@@ -36,7 +36,7 @@ from terrazzo.checkpoint.metadata import BytesStorageMetadata, Metadata, Storage
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.spans import strides_of
-from terrazzo.checkpoint.plan.flatten import flatten_state_dict, paths_to_store, set_element
+from terrazzo.checkpoint.plan.flatten import flattened, paths_to_store, set_element
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place
 from terrazzo.checkpoint.stores.base import Upload
@@ -90,28 +90,8 @@ class TorchSaveReader(TableReader):
 def _flatten(value: Any, path: Place) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     if not isinstance(value, dict):
         raise CheckpointFormatError(f"{path} holds a {type(value).__name__}, not a state dict; put it into a dict")
-    # `flatten_state_dict` flattens lists only if they hold tensors: meta tensors take the place of stored ones.
-    stored: dict[int, StoredTensor] = {}
-    posing: list[torch.Tensor] = []
-
-    def pose(tensor: StoredTensor) -> torch.Tensor:
-        posing.append(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-        stored[id(posing[-1])] = tensor
-        return posing[-1]
-
-    flat, paths = flatten_state_dict(replace_tensors(value, pose))
-    back = {id(tensor): stored[id(tensor)] for tensor in posing}
-    return {name: _unpose(item, back) for name, item in flat.items()}, paths_to_store(value, paths)
-
-
-def _unpose(value: Any, stored: dict[int, StoredTensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return stored.get(id(value), value)
-    if type(value) is dict:  # inside of a tuple: tuples are values, with or without tensors in them
-        return {key: _unpose(item, stored) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_unpose(item, stored) for item in value)
-    return value
+    flat, paths = flattened(value, StoredTensor)
+    return flat, paths_to_store(value, paths)
 
 
 class TorchSave(Format):

@@ -141,13 +141,13 @@ def _path(self: Pickled) -> str:
     return "/".join(parts).replace("//", "/", 1) if parts else "."
 
 
-def _from_items(kind: Callable[[Any], Any]) -> Call:
-    """A container built from a list in the pickle; not from a range, which could need any amount of memory."""
+def _from(kind: type, *accepted: type) -> Call:
+    """A `kind`, built from nothing or from one of these; not from a range, which could need any amount of memory."""
 
-    def build(items: Any = ()) -> Any:
-        if type(items) not in (list, tuple, dict):
-            raise UnsafePickleError(f"a pickle builds a container from a {type(items).__name__}")
-        return kind(items)
+    def build(*values: Any) -> Any:
+        if len(values) > 1 or any(type(value) not in accepted for value in values):
+            raise UnsafePickleError(f"a pickle builds a {kind.__name__} from a {type(values[0]).__name__}")
+        return kind(*values)
 
     return Call(build)
 
@@ -159,21 +159,8 @@ def _bytes_from_text(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-def _bytearray(*args: Any) -> bytearray:
-    if not args:
-        return bytearray()
-    if type(args[0]) is str:
-        return bytearray(_bytes_from_text(*args))
-    if type(args[0]) is not bytes:
-        raise UnsafePickleError(f"a pickle builds a bytearray from a {type(args[0]).__name__}")
-    return bytearray(args[0])
-
-
-def _bytes(*args: Any) -> bytes:
-    """How protocol 2 writes empty bytes; for others it uses `_codecs.encode`."""
-    if args:
-        raise UnsafePickleError(f"a pickle builds bytes from a {type(args[0]).__name__}")
-    return b""
+def _bytearray(*args: Any) -> Any:
+    return bytearray(_bytes_from_text(*args)) if args and type(args[0]) is str else _from(bytearray, bytes)(*args)
 
 
 def _defaultdict(factory: Any = None, *rest: Any) -> Any:
@@ -183,40 +170,23 @@ def _defaultdict(factory: Any = None, *rest: Any) -> Any:
     return collections.defaultdict(kind)
 
 
+_ITEMS: Final = (list, tuple, dict)
 _FACTORIES: Final = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str}
 
 
-def _number(kind: type) -> Call:
-    def build(value: Any = 0) -> Any:
-        if type(value) not in (int, float, bool):
-            raise UnsafePickleError(f"a pickle builds a number from a {type(value).__name__}")
-        return kind(value)
-
-    return Call(build)
-
-
-def _text(value: Any = "") -> str:
-    if not isinstance(value, str):
-        raise UnsafePickleError(f"a pickle builds a string from a {type(value).__name__}")
-    return str(value)
+_TEXT: Final = _from(str, str)
 
 
 def _names_of_builtins() -> dict[tuple[str, str], Any]:
     table: dict[str, Any] = {
-        "set": _from_items(set),
-        "frozenset": _from_items(frozenset),
-        "list": _from_items(list),
-        "tuple": _from_items(tuple),
-        "dict": _from_items(dict),
-        "int": _number(int),
-        "float": _number(float),
-        "bool": _number(bool),
-        "str": Call(_text),
+        **{kind.__name__: _from(kind, *_ITEMS) for kind in (set, frozenset, list, tuple, dict)},
+        **{kind.__name__: _from(kind, int, float, bool) for kind in (int, float, bool)},
+        "str": _TEXT,
         "complex": complex,
         "slice": Call(slice),
         "range": Call(range),
         "xrange": Call(range),
-        "bytes": Call(_bytes),
+        "bytes": _from(bytes),  # empty ones of protocol 2; others have `_codecs.encode`
         "bytearray": Call(_bytearray),
     }
     return {(module, name): value for module in ("builtins", "__builtin__") for name, value in table.items()}
@@ -241,13 +211,13 @@ PLAIN: Final[Names] = MappingProxyType(
         ("_codecs", "encode"): Call(_bytes_from_text),
         ("collections", "OrderedDict"): collections.OrderedDict,
         ("collections", "defaultdict"): Call(_defaultdict),
-        ("collections", "Counter"): _from_items(collections.Counter),
-        ("collections", "deque"): _from_items(collections.deque),
+        ("collections", "Counter"): _from(collections.Counter, *_ITEMS),
+        ("collections", "deque"): _from(collections.deque, *_ITEMS),
         # Many training scripts store their arguments.
         ("argparse", "Namespace"): pickled("argparse.Namespace", lambda self: argparse.Namespace(**self.fields)),
-        ("torch", "Size"): _from_items(torch.Size),
+        ("torch", "Size"): _from(torch.Size, *_ITEMS),
         ("torch", "device"): Call(torch.device),
-        ("torch.torch_version", "TorchVersion"): pickled("torch.TorchVersion", lambda self: _text(*self.args)),
+        ("torch.torch_version", "TorchVersion"): pickled("torch.TorchVersion", lambda self: _TEXT(*self.args)),
         ("torch.serialization", "_get_layout"): Call(lambda name: _layout(name)),
     }
 )

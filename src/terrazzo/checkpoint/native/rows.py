@@ -11,10 +11,9 @@ PyTorch's items become rows and targets in `torch_api`.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Hashable, Sequence
 from operator import mul
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -149,16 +148,3 @@ class ReadPlan(msgspec.Struct, frozen=True):
 
     targets: Sequence[Target]
     values: Sequence[tuple[str, str]] = ()
-
-
-class ValueReceiver(Protocol):
-    """What a load gives the values that it has read: the planner."""
-
-    @property
-    def allow_pickle(self) -> bool:
-        """Whether values that were stored as pickles may be unpickled."""
-        ...
-
-    def put_value(self, name: str, value: io.BytesIO) -> None:
-        """Put a value that has been read into the state dict."""
-        ...

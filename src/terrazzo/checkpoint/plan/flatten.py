@@ -32,10 +32,15 @@ def flatten_state_dict(state_dict: STATE_DICT_TYPE) -> tuple[STATE_DICT_TYPE, FL
     >>> flatten_state_dict({"optim": {"lr": 0.1, "groups": [{"wd": 0.0}]}, "betas": [1, 2]})[0]
     {'optim.lr': 0.1, 'optim.groups.0.wd': 0.0, 'betas': [1, 2]}
     """
+    return flattened(state_dict, torch.Tensor)
+
+
+def flattened(state_dict: STATE_DICT_TYPE, tensor: type) -> tuple[STATE_DICT_TYPE, FLATTEN_MAPPING]:
+    """The same of a state dict whose tensors are of the class `tensor`."""
     flat: STATE_DICT_TYPE = {}
     paths: FLATTEN_MAPPING = {}
     with walking(state_dict):
-        for path, value in _leaves((), state_dict, {}):
+        for path, value in _leaves((), state_dict, {}, tensor):
             name = path[0] if len(path) == 1 and type(path[0]) is str else ".".join(map(str, path))
             if name in flat:
                 raise CheckpointError(
@@ -87,7 +92,7 @@ def _endless(state: Any) -> OBJ_PATH | None:
     return None
 
 
-def _leaves(path: OBJ_PATH, value: Any, simple: dict[type, bool]) -> Iterator[tuple[OBJ_PATH, Any]]:
+def _leaves(path: OBJ_PATH, value: Any, simple: dict[type, bool], tensor: type) -> Iterator[tuple[OBJ_PATH, Any]]:
     """The values that are not walked; `simple` remembers of which types none is."""
     if isinstance(value, Mapping):
         if value or not path:
@@ -99,20 +104,20 @@ def _leaves(path: OBJ_PATH, value: Any, simple: dict[type, bool]) -> Iterator[tu
                 if leaf:
                     yield (*path, key), item
                 else:
-                    yield from _leaves((*path, key), item, simple)
+                    yield from _leaves((*path, key), item, simple, tensor)
             return
-    elif isinstance(value, list) and _is_walked(value):
+    elif isinstance(value, list) and _is_walked(value, tensor):
         for index, item in enumerate(value):
-            yield from _leaves((*path, index), item, simple)
+            yield from _leaves((*path, index), item, simple, tensor)
         return
     yield path, value
 
 
-def _is_walked(items: list[Any]) -> bool:
+def _is_walked(items: list[Any], tensor: type) -> bool:
     return any(
-        isinstance(item, (torch.Tensor, Mapping))
+        isinstance(item, (tensor, Mapping))
         or hasattr(type(item), "__create_chunk_list__")
-        or (isinstance(item, list) and _is_walked(item))
+        or (isinstance(item, list) and _is_walked(item, tensor))
         for item in items
     )
 

@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -20,28 +20,8 @@ LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
-class Accelerator(Protocol):
-    """The functions of an accelerator that copies need; tests replace it."""
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Allocate pinned host memory."""
-        ...
-
-    def pin(self, memory: torch.Tensor) -> None:
-        """Pin host memory that exists, such as shared memory, if the accelerator can do that."""
-        ...
-
-    def beside(self, device: torch.device) -> AbstractContextManager[object]:
-        """While the context lasts, work is queued on a separate stream, after the work that is queued now."""
-        ...
-
-    def wait(self, device: torch.device) -> None:
-        """Wait until the work queued in `beside` is done."""
-        ...
-
-
 class ThisAccelerator:
-    """PyTorch's present accelerator."""
+    """What copies need of PyTorch's present accelerator; tests replace it."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
@@ -50,9 +30,11 @@ class ThisAccelerator:
         return ThisAccelerator, ()  # streams belong to this process
 
     def pinned(self, nbytes: int) -> torch.Tensor:
+        """Allocate pinned host memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def pin(self, memory: torch.Tensor) -> None:
+        """Pin host memory that exists, such as shared memory, if the accelerator can do that."""
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None or accelerator.type != "cuda":  # torch has no function for others
             return
@@ -71,6 +53,7 @@ class ThisAccelerator:
             torch.ones(1, device=accelerator).add_(1)
 
     def beside(self, device: torch.device) -> AbstractContextManager[object]:
+        """While the context lasts, work is queued on a separate stream, after the work that is queued now."""
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.Stream(device=device)
@@ -78,6 +61,7 @@ class ThisAccelerator:
         return stream
 
     def wait(self, device: torch.device) -> None:
+        """Wait until the work queued in `beside` is done."""
         self._streams[device].record_event().synchronize()
 
 
@@ -87,7 +71,7 @@ def _unpin(address: int, process: int) -> None:
 
 
 def copy_from_devices(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], accelerator: Accelerator
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], accelerator: ThisAccelerator
 ) -> None:
     """Copy each source to its target in host memory, and wait; queued copies are waited for also if one fails."""
     by_device: dict[torch.device, list[int]] = {}

@@ -143,8 +143,7 @@ class LoadSession:
     def _read_alone(self, state_dict: STATE_DICT_TYPE, root: bytes | None = None) -> None:
         """Plan and read, without communication."""
         self._set_up(state_dict, root)
-        own = self._own_plan()
-        self._read(own)
+        self._read(self._own_plan())
 
     def _read(self, own: ReadPlan | None) -> None:
         if own is None:

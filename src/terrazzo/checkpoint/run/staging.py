@@ -27,7 +27,7 @@ from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import encode
 from terrazzo.checkpoint.plan.flatten import PerRank, walking
 from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, OfChunks, Viewer, check_storable, is_sharded
-from terrazzo.checkpoint.run.device_copies import Accelerator, ThisAccelerator, copy_from_devices
+from terrazzo.checkpoint.run.device_copies import ThisAccelerator, copy_from_devices
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
@@ -382,7 +382,7 @@ class HostMemory:
 
     shared: bool = False
     buffer: torch.Tensor | None = None
-    accelerator: Accelerator = field(default_factory=ThisAccelerator)
+    accelerator: ThisAccelerator = field(default_factory=ThisAccelerator)
     slab_bytes: int = _SLAB
     _process: int = field(default_factory=os.getpid)
     _slabs: list[torch.Tensor] = field(default_factory=list)

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from terrazzo.checkpoint.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
 from terrazzo.checkpoint.native.chunks import complete_parts
-from terrazzo.checkpoint.native.rows import ReadPlan, Row, Target, ValueReceiver
+from terrazzo.checkpoint.native.rows import ReadPlan, Row, Target
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from terrazzo.checkpoint.run import messages
@@ -68,11 +68,11 @@ class TargetReader(StorageReader):
         return plans
 
     @torch.no_grad()
-    def read(self, plan: ReadPlan, receiver: ValueReceiver) -> None:
+    def read(self, plan: ReadPlan, planner: DefaultLoadPlanner) -> None:
         """Carry out a plan in the library's own form."""
-        found = self.values([source for _, source in plan.values], receiver.allow_pickle)
+        found = self.values([source for _, source in plan.values], planner.allow_pickle)
         for (name, _), value in zip(plan.values, found, strict=True):
-            receiver.put_value(name, value)
+            planner.put_value(name, value)
         self.fill(plan.targets)
 
     @torch.no_grad()

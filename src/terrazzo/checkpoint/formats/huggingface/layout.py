@@ -175,6 +175,11 @@ class FileLayout:
     size: int
     names: tuple[str, ...]
 
+    @property
+    def data_size(self) -> int:
+        """The bytes of the tensors, without the header."""
+        return self.size - len(self.header)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -186,7 +191,7 @@ class Layout:
     @property
     def total_size(self) -> int:
         """The bytes of all tensors, without headers."""
-        return sum(file.size - len(file.header) for file in self.files)
+        return sum(file.data_size for file in self.files)
 
     @cached_property
     def digest(self) -> int:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import torch
 
-from terrazzo.checkpoint.formats.huggingface.layout import Layout, Slot, runs_of
+from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, runs_of
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.stores import Upload
 from terrazzo.comm.control import ControlPlane
@@ -37,56 +37,51 @@ def write_streamed(
 
     `show_life` is called again and again.
     """
-    failure: Exception | None = None
+    tried = _Tried()
     for first in range(0, len(layout.files), plane.size):
         wave = range(first, min(first + plane.size, len(layout.files)))
         senders = {number: _Sender(layout, number, rows) for number in wave}
         mine = next((number for number in wave if number % plane.size == plane.index), None)
-        file: Upload | None = None
-        try:
-            if mine is not None and failure is None:
-                file = begin(mine)
-                file.write(0, [memoryview(layout.files[mine].header)])
-        except Exception as error:  # told when all is over
-            failure = error
-        for start in range(0, max(_data_size(layout, number) for number in wave), _WINDOW):
+        file: Upload | None = None if mine is None else tried(begin, mine)
+        if file is not None and mine is not None:
+            tried(file.write, 0, [memoryview(layout.files[mine].header)])
+        for start in range(0, max(layout.files[number].data_size for number in wave), _WINDOW):
             show_life()
             for number in wave:
-                size = min(_data_size(layout, number) - start, _WINDOW)
+                size = min(layout.files[number].data_size - start, _WINDOW)
                 if size <= 0:
                     continue
                 begins = len(layout.files[number].header) + start
-                part = b""
+                part = tried(senders[number].window, begins, begins + size)
                 try:
-                    if failure is None:
-                        part = senders[number].window(begins, begins + size)
-                except Exception as error:
-                    failure = error
-                try:
-                    received = plane.gather(part, number % plane.size)
+                    received = plane.gather(part or b"", number % plane.size)
                 except BaseException:
                     if file is not None:
                         file.abort()
                     raise
-                try:
-                    if received is not None and file is not None and failure is None:
-                        file.write(begins, [_put_together(received, begins, size, layout.files[number].names)])
-                except Exception as error:
-                    failure = error
+                if received is not None and file is not None:
+                    tried(_write_window, file, received, begins, size, layout.files[number].names)
         if file is not None and mine is not None:
-            if failure is None:
-                try:
-                    keep(mine, file)
-                except Exception as error:
-                    failure = error
-            if failure is not None:
+            tried(keep, mine, file)
+            if tried.failure is not None:
                 file.abort()
-    if failure is not None:
-        raise failure
+    if tried.failure is not None:
+        raise tried.failure
 
 
-def _data_size(layout: Layout, number: int) -> int:
-    return layout.files[number].size - len(layout.files[number].header)
+class _Tried:
+    """Calls functions until one raises an error, which is raised when all ranks are done: until then they need this
+    one."""
+
+    failure: Exception | None = None
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self.failure is None:
+            try:
+                return function(*arguments)
+            except Exception as error:
+                self.failure = error
+        return None
 
 
 class _Sender:
@@ -99,7 +94,7 @@ class _Sender:
         names = [name for name in layout.files[number].names if name in by_name]
         self._slots = [layout.slots[name] for name in names]
         self._rows = [by_name[name] for name in names]
-        self._ends = [slot.start + _nbytes(slot) for slot in self._slots]
+        self._ends = [slot.start + About(slot.dtype, slot.shape).nbytes for slot in self._slots]
         self._starts = [slot.start for slot in self._slots]
         self._last: tuple[Row, torch.Tensor] | None = None  # with its data: the next window wants it, too
 
@@ -134,14 +129,8 @@ class _Sender:
         return self._last[1]
 
 
-def _nbytes(slot: Slot) -> int:
-    nbytes = slot.dtype.itemsize
-    for length in slot.shape:
-        nbytes *= length
-    return nbytes
-
-
-def _put_together(received: list[bytes], begin: int, size: int, names: Sequence[str]) -> memoryview:
+def _write_window(file: Upload, received: list[bytes], begin: int, size: int, names: Sequence[str]) -> None:
+    """Write what the ranks have sent of `size` bytes, which must be all of them."""
     window = bytearray(size)
     there = 0
     for message in received:
@@ -158,4 +147,4 @@ def _put_together(received: list[bytes], begin: int, size: int, names: Sequence[
             f"of {size} bytes of a file with {', '.join(names[:3])} and more, the ranks have given {there}: they do "
             f"not have the same model, or one of them failed"
         )
-    return memoryview(window)
+    file.write(begin, [memoryview(window)])

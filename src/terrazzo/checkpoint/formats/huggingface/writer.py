@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint.formats.huggingface.layout import (
@@ -38,14 +37,8 @@ from terrazzo.checkpoint.formats.huggingface.layout import (
 from terrazzo.checkpoint.formats.huggingface.replacing import Replacing, part_name, parts_of
 from terrazzo.checkpoint.formats.huggingface.streamed import write_streamed
 from terrazzo.checkpoint.formats.registry import check_is_found, import_all
-from terrazzo.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from terrazzo.checkpoint.formats.table import tensor_entry
+from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from terrazzo.checkpoint.native.root import TENSOR
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.run import messages
@@ -325,7 +318,7 @@ class HuggingFaceWriter(RowWriter):
 
     def _check_whole(self, written: Sequence[int]) -> None:
         for number, file in enumerate(self._known_layout.files):
-            expected = file.size - len(file.header)
+            expected = file.data_size
             if written[number] != expected or self._store.stat(self._part(number)).size != file.size:
                 raise CheckpointError(
                     f"of the {expected} bytes of {self._final(number)}, with {', '.join(file.names[:3])} and more, the "
@@ -374,14 +367,8 @@ class HuggingFaceWriter(RowWriter):
 
     def _describe(self, metadata: Metadata) -> None:
         """Make `metadata` say what has been stored."""
-        metadata.state_dict_metadata = {
-            name: TensorStorageMetadata(
-                TensorProperties(slot.dtype),
-                torch.Size(slot.shape),
-                [ChunkStorageMetadata(torch.Size((0,) * len(slot.shape)), torch.Size(slot.shape))],
-            )
-            for name, slot in self._known_layout.slots.items()
-        }
+        slots = self._known_layout.slots.items()
+        metadata.state_dict_metadata = {name: tensor_entry(slot.dtype, slot.shape) for name, slot in slots}
         metadata.storage_meta = self.storage_meta()
 
 
