@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import terrazzo
 from ranks import fresh_values
@@ -96,6 +98,26 @@ def tensor_parallel() -> None:
     assert torch.compile.__module__ == "torch" and not hasattr(torch.compile, "__wrapped__")
 
 
+def checkpointed() -> None:
+    """As torchtitan does: each block in a wrapper, then compiled in place; their code reads attributes by any name."""
+    mesh = init_device_mesh("cpu", (2,))
+    terrazzo.install()
+    model = make()
+    for i, block in enumerate(model):
+        model[i] = checkpoint_wrapper(parallelize_module(block, mesh, PLAN))
+        block.names = ("up", "down")
+        block.forward = MethodType(by_names, block)
+        model[i].compile(**OPTIONS)
+    trains_as(make(), model, model)
+    assert calls(*model) == [[3], [3]]
+    terrazzo.uninstall()
+
+
+def by_names(self: Any, x: torch.Tensor) -> torch.Tensor:
+    up, down = (getattr(self, name) for name in self.names)
+    return x + down(up(x).relu()) if callable(self.forward) else x
+
+
 def copy_of(model: nn.Module) -> nn.Module:
     alone = make()
     with torch.no_grad():
@@ -134,6 +156,10 @@ def sharded() -> None:
 
 def test_modules_with_dtensors_are_graphs():
     fresh_values(2, tensor_parallel)
+
+
+def test_modules_in_wrappers_of_checkpointing_are_graphs():
+    fresh_values(2, checkpointed)
 
 
 @pytest.mark.long

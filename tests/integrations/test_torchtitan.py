@@ -145,15 +145,8 @@ class Training:
         return losses if self.mesh is None else summed(losses, self.mesh)
 
 
-def compile_blocks(model: nn.Module, **_: Any) -> None:
-    """In the place of torchtitan's `apply_compile`: compiled in place, a block in a checkpoint wrapper has no graph."""
-    for name, block in list(model.layers.named_children()):
-        model.layers[name] = terrazzo.compile(block, backend="aot_eager", fullgraph=True)
-
-
 def sharded(spec: Any, folder: str, dp: int, tp: int, compiled: bool) -> tuple[nn.Module, Any, tuple[int, int]]:
     """The model as torchtitan shards it, its mesh of ranks with different data, and this rank's place there."""
-    import torchtitan.models.llama3.parallelize
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.activation_checkpoint import FullAC
@@ -166,7 +159,6 @@ def sharded(spec: Any, folder: str, dp: int, tp: int, compiled: bool) -> tuple[n
     set_spmd_backend("partial_dtensor")
     if tp > 1:
         set_llama3_sharding_config(spec.model, enable_sp=True)
-        torchtitan.models.llama3.parallelize.apply_compile = compile_blocks
     dims = ParallelDims.from_config(parallelism, dist.get_world_size())
     dims.build_mesh()
     with torch.device("meta"):

@@ -28,7 +28,7 @@ from terrazzo._torch.graphs import (
 from terrazzo.comm import captured
 from terrazzo.errors import CaptureError, TerrazzoError
 from terrazzo.graphs.capture import Backend, Conditions, Graph, NewCode, Subject, capture, distinct
-from terrazzo.graphs.surroundings import Executed, Stale, Surroundings
+from terrazzo.graphs.surroundings import Executed, NotSearched, Stale, Surroundings
 from terrazzo.graphs.values import (
     Unkeyable,
     append_key_but_size,
@@ -118,7 +118,7 @@ class Family:
         self.known[whole] = record
 
 
-class Program:
+class Program(NotSearched):
     """A function or module, and the graphs of it."""
 
     def __init__(self, eager: Callable[..., Any], searched: Any, name: str, settings: Settings) -> None:

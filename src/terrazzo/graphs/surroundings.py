@@ -52,6 +52,10 @@ _OBSERVERS = (logging.Logger.handle.__code__, warnings._showwarnmsg.__code__)  #
 _ANY_NAME = frozenset(("getattr", "vars", "__dict__", "attrgetter"))  # what reads attributes that code does not name
 
 
+class NotSearched:
+    """The base class of objects that keep what a program does not read, such as its graphs."""
+
+
 class Stale(Exception):
     """The surroundings have other parts now than when they were searched."""
 
@@ -337,7 +341,7 @@ class Surroundings:
 
     def _search(self, label: str, value: Any) -> None:
         """Find the containers in `value`, which is not a tensor; what is logged, and how, is not the program's."""
-        if id(value) in self._visited or isinstance(value, (*SCALARS, torch.Tensor, logging.Filterer)):
+        if id(value) in self._visited or isinstance(value, (*SCALARS, torch.Tensor, logging.Filterer, NotSearched)):
             return
         self._visited[id(value)] = value
         if isinstance(value, nn.Module):
