@@ -32,7 +32,8 @@ def glu(input: Any, dim: int = -1) -> Any:
 
 @decomposition("trace")
 def trace(input: Any) -> Any:
-    return torch.diagonal(input).sum() if input.ndim == 2 else NotImplemented
+    """Of bools PyTorch has none."""
+    return torch.diagonal(input).sum() if input.ndim == 2 and input.dtype is not torch.bool else NotImplemented
 
 
 @decomposition("sum_to_size")

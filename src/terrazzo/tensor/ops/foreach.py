@@ -237,7 +237,7 @@ def local_norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtyp
     alike: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):
         wide = dtype or working_type(t.dtype)
-        if t.numel():
+        if t.numel() or not (t.is_floating_point() or t.is_complex()):  # integers have no norm, as C++ says
             alike.setdefault((t.device, t.dtype, wide), []).append(i)
         else:
             norms[i] = torch.full((), norm_of_nothing(order), dtype=wide.to_real(), device=t.device)

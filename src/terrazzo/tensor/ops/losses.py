@@ -14,6 +14,7 @@ from terrazzo._torch.dispatching import get_in_thread, set_in_thread
 from terrazzo.comm.axis import Axis, axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
+from terrazzo.tensor.dispatch.structure import on_one_element
 from terrazzo.tensor.ops.accumulate import axis_of_shards, rounded, sums_in_single, working_type
 from terrazzo.tensor.ops.forms import place_of
 from terrazzo.tensor.ops.questions import check_bounds, is_sharded_along
@@ -303,7 +304,14 @@ def elementwise_loss(call: Call, input: Operand, target: Operand, *args: Any, **
     def localize(chosen: Chosen) -> LocalFunction | None:
         if reduction != "mean" or not chosen.sharded:
             return None
-        return lambda func, loc, kw: reduced(func, loc, kw, "sum") / count
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            total = reduced(func, loc, kw, "sum")
+            if not total.is_floating_point():
+                on_one_element(func, loc, kw)  # raises: there are sums of integers, but no means
+            return total / count
+
+        return run
 
     def in_single(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
         total = reduced(func, loc, kw, "none").sum(dtype=torch.float32)

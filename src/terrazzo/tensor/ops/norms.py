@@ -15,7 +15,7 @@ import torch
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.differentiable import cast, reduce_replicate
 from terrazzo.layout import Partial
-from terrazzo.tensor.dispatch.spec import HALF, Call, Chosen, Dims, LocalFunction, Operand, Spec, within
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, within
 from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.ops.accumulate import axis_of_shards, in_working_type, rounded, working_type
 from terrazzo.tensor.ops.questions import is_cut, is_sharded_along
@@ -164,8 +164,8 @@ def batch_norm_rule(
 
 
 def _is_wide(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
-    """Whether the input is not of a half type: these are computed in float32, including the parameters' gradients."""
-    return loc[0].dtype not in HALF
+    """Not of a half type, which is computed in float32, also for parameters' gradients; PyTorch refuses others."""
+    return loc[0].dtype in (torch.float32, torch.float64)
 
 
 def _in_batch_of(axis: Axis, shape: Sequence[int]) -> LocalFunction:
@@ -234,7 +234,7 @@ def batch_norm(
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> Any:  # fmt: skip
     """Training: moments of the whole batch over all ranks; running statistics are updated in place."""
-    if not training or input.ndim < 2:
+    if not training or input.ndim < 2 or not input.is_floating_point():
         return NotImplemented
     x = in_working_type(input)
     dims = (0, *range(2, x.ndim))

@@ -238,8 +238,8 @@ def vector_norm(
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             local, axis = _input_of(loc, kw), axis_of_terms(out)
-            if axis.size == 1:
-                alone: torch.Tensor = func(*loc, **kw)
+            if axis.size == 1 or not (local.is_floating_point() or local.is_complex()):
+                alone: torch.Tensor = func(*loc, **kw)  # raises the operation's own error for integers
                 return alone
             result = given_type(func, loc, kw)
             if empty:
