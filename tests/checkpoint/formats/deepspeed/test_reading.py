@@ -89,7 +89,7 @@ def test_universal_of_a_model_that_was_tensor_parallel(tmp_path):
 
 @pytest.mark.parametrize(("padding", "shape"), [(-60, (5, 3)), (-22, (5, 3)), (2, (1 << 40, 3))])
 def test_partitions_that_are_too_short_for_the_parameters(tmp_path, padding, shape):
-    """They would be gone through for ever, or element by element: a partition of 0 elements, of fewer, of too few."""
+    """They would be gone through for ever, or element by element: partitions of fewer elements than 0, of 0, of few."""
     write(tmp_path, 1)
     file = tmp_path / "tag" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     optim = plain(file)
@@ -219,7 +219,7 @@ def lacking(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from lacking(item, (*path, key))
 
 
-CHANGES = ("remove", "none", "text")
+CHANGES = {"none": None, "text": "text", "negative": -50, "large": 1 << 40, "empty": torch.zeros(0)}
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -236,15 +236,18 @@ def test_files_that_are_not_as_they_should_be(tmp_path, kind, every):
             continue
         original, bytes_before = plain(file), file.read_bytes()
         for path in lacking(original):
-            for change in CHANGES if every else [CHANGES[zlib.crc32(repr(path).encode()) % 3]]:
+            changes = ["remove", "longer", *CHANGES]
+            for change in changes if every else [changes[zlib.crc32(repr(path).encode()) % len(changes)]]:
                 value = copy.deepcopy(original)
                 container = value
                 for key in path[:-1]:
                     container = container[key]
                 if change == "remove":
                     del container[path[-1]]
+                elif change == "longer" and isinstance(container[path[-1]], torch.Size):
+                    container[path[-1]] = torch.Size([1 << 40, *container[path[-1]][1:]])
                 else:
-                    container[path[-1]] = None if change == "none" else "text"
+                    container[path[-1]] = CHANGES.get(change)
                 torch.save(value, file)
                 try:
                     read(tmp_path / "tag")

@@ -164,9 +164,10 @@ def _by_rank(folder: Place, names: list[str], pattern: re.Pattern[str]) -> list[
 
 
 def _complete(folder: Place, what: str, by_rank: Mapping[int, Found]) -> tuple[Found, ...]:
-    absent = sorted(set(range(max(by_rank, default=-1))) - set(by_rank))
+    absent = max(by_rank, default=-1) + 1 - len(by_rank)
     if absent:
-        raise CheckpointNotFoundError(f"{folder}: the files of {what} ranks {absent} are missing")
+        first = next(rank for rank in range(len(by_rank)) if rank not in by_rank)
+        raise CheckpointNotFoundError(f"{folder}: the files of {absent} {what} ranks are missing, first of {first}")
     return tuple(by_rank[rank] for rank in range(len(by_rank)))
 
 
@@ -361,6 +362,8 @@ def group_of(groups: Sequence[Mapping[str, Any]], number: int, where: str) -> in
 def step_of(steps: Any, file: OpenFile) -> torch.Tensor:
     """The optimizer's step count as a tensor; some of DeepSpeed's optimizers have a number."""
     count = file.archive.tensor(steps) if isinstance(steps, StoredTensor) else torch.tensor(float(steps), device="cpu")
+    if count.numel() != 1:
+        raise CheckpointFormatError(f"{file.where}: a step count is one number, not of shape {list(count.shape)}")
     return count.detach().reshape(()).float()
 
 

@@ -132,8 +132,9 @@ def _check_ranks(folder: Place, files: Files, model: Mapping[str, Any]) -> None:
     each = {"optimizer states": files.optim, "model states": files.model if files.model_of_each_rank else ()}
     for what, names in each.items():
         if names and len(names) < ranks:
-            absent = list(range(len(names), ranks))
-            raise CheckpointNotFoundError(f"{folder}: the files of {what} of data-parallel ranks {absent} are missing")
+            raise CheckpointNotFoundError(
+                f"{folder}: the files of {what} of data-parallel ranks {len(names)} to {ranks - 1} are missing"
+            )
         if len(names) > ranks:
             raise CheckpointCorruptError(f"{folder}: saved by {ranks} data-parallel ranks, but it has {names[ranks]}")
 
