@@ -15,6 +15,4 @@ _PACKAGES = ("checkpoint", "comm", "deepspeed", "engine", "errors", "fsdp", "lau
              "publish", "tensor", "testing", "view")  # fmt: skip
 
 # `import terrazzo` imports none of them, nor PyTorch; `terrazzo.tensor` does, when a program first says it.
-__getattr__, __dir__ = late(
-    __name__, {"graphs": ["compile", "compile_report"], "integrations.installing": ["install", "uninstall"]}, _PACKAGES
-)
+__getattr__, __dir__ = late(__name__, _PACKAGES)

@@ -6,27 +6,30 @@ package on its way imports nothing that it does not need itself.
 
 from __future__ import annotations
 
+import dis
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 
-def late(
-    package: str, names: Mapping[str, Iterable[str]], modules: Iterable[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package: `names` are those of each of its modules.
+def late(package: str, modules: Iterable[str] = ()) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package, which calls this: of the names that it imports from its own modules.
 
-    The modules themselves (and `modules` beside them) are attributes too, as they are once they have been imported.
-    `dir` of the package, which has to have `__all__`, shows these and what is public.
-
-    >>> get, names = late("terrazzo.layout", {"box": ["Box"]})
-    >>> get("Box").__name__, get("box").__name__
-    ('Box', 'terrazzo.layout.box')
+    The package imports them under `if TYPE_CHECKING`, so that these lines do not run, and tools that read them know all
+    names. Here they are found in the compiled module. The modules themselves (and `modules` beside them) are attributes
+    too, as they are once they have been imported. `dir` of the package, which has to have `__all__`, shows these and
+    what is public.
     """
-    places = {name: module for module, found in names.items() for name in found}
-    inner = {module.partition(".")[0] for module in (*names, *modules)}
+    places: dict[str, str] = {}
+    module = ""
+    for step in dis.get_instructions(sys._getframe(1).f_code):
+        if step.opname == "IMPORT_NAME":
+            module = step.argval
+        elif step.opname == "IMPORT_FROM" and module.startswith(f"{package}.") and "._" not in module:
+            places[step.argval] = module.removeprefix(f"{package}.")
+    inner = {module.partition(".")[0] for module in (*places.values(), *modules)}
 
     def get(name: str) -> Any:
         if name in places:

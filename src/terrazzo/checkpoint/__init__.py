@@ -91,42 +91,4 @@ __all__ = [
     "verify",
 ]
 
-__getattr__, __dir__ = late(
-    __name__,
-    {
-        "default_planner": ["DefaultLoadPlanner", "DefaultSavePlanner"],
-        "filesystem": ["FileSystemReader", "FileSystemWriter"],
-        "manager": ["CheckpointManager"],
-        "metadata": [
-            "BytesStorageMetadata",
-            "CheckpointableTensor",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-        ],
-        "native.storage": ["NativeReader", "NativeWriter"],
-        "plan.flatten": ["PerRank"],
-        "planner": [
-            "LoadItemType",
-            "LoadPlan",
-            "LoadPlanner",
-            "ReadItem",
-            "SavePlan",
-            "SavePlanner",
-            "WriteItem",
-            "WriteItemType",
-        ],
-        "run.background": ["AsyncSaveResponse"],
-        "run.staging": ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"],
-        "state_dict_loader": ["load", "load_state_dict"],
-        "state_dict_saver": ["AsyncCheckpointerType", "async_save", "save", "save_state_dict"],
-        "stateful": ["Stateful"],
-        "storage": ["StorageReader", "StorageWriter", "WriteResult"],
-        "tools.lazy": ["Checkpoint", "LazyTensor"],
-        "tools.verify": ["seal", "verify"],
-    },
-    ["state_dict", "stores"],
-)
+__getattr__, __dir__ = late(__name__, ["state_dict", "stores"])

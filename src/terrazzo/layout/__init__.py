@@ -41,16 +41,4 @@ __all__ = [
     "replicas",
 ]
 
-__getattr__, __dir__ = late(
-    __name__,
-    {
-        "box": ["Box", "boxes_of_flat_range"],
-        "cells": ["cells_in", "coordinates_of_all_shapes", "first_holders", "leaves_a_rank_empty", "replicas"],
-        "chunking": ["chunk_sizes", "chunk_span"],
-        "grid": ["Grid", "grid_of"],
-        "layout": ["Layout"],
-        "placement": ["REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard"],
-        "transition": ["moved_bytes", "plan_transition"],
-    },
-    ["chunk", "drawing"],
-)
+__getattr__, __dir__ = late(__name__, ["chunk", "drawing"])

@@ -33,16 +33,4 @@ __all__ = [
     "register",
 ]
 
-__getattr__, __dir__ = late(
-    __name__,
-    {
-        "dcp": ["DCPReader", "DCPWriter"],
-        "deepspeed": ["DeepSpeedReader"],
-        "format": ["Checked", "Format", "Found", "Writing"],
-        "huggingface": ["HuggingFaceReader", "HuggingFaceWriter"],
-        "registry": ["detect", "register"],
-        "source": ["Source"],
-        "table": ["BoxReader"],
-        "torch_save": ["TorchSaveReader"],
-    },
-)
+__getattr__, __dir__ = late(__name__)

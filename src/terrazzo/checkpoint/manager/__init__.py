@@ -47,29 +47,4 @@ __all__ = [
     "Which",
 ]
 
-__getattr__, __dir__ = late(
-    __name__,
-    {
-        "manager": ["CheckpointManager"],
-        "records": ["Record"],
-        "policies": [
-            "Best",
-            "KeepAny",
-            "KeepBest",
-            "KeepEvery",
-            "KeepLast",
-            "KeepPolicy",
-            "KeepUntilCopied",
-            "KeepWhen",
-            "Moment",
-            "SaveAny",
-            "SaveAt",
-            "SaveEvery",
-            "SaveFirst",
-            "SaveOnStop",
-            "SavePolicy",
-        ],
-        "tiers": ["Which"],
-    },
-    ["committing", "hosts", "housekeeping", "mending", "removing"],
-)
+__getattr__, __dir__ = late(__name__, ["committing", "hosts", "housekeeping", "mending", "removing"])
