@@ -96,16 +96,13 @@ class _Bytes:
 
     def need(self, end: int) -> None:
         """Have the first `end` bytes."""
-        while len(self.data) < end:
-            more = self._file.read(min(max(_CHUNK, end - len(self.data)), 16 << 20))
-            if not more:
-                raise ValueError("it ends too early")
-            self.data += more
+        if self.ahead(end) < end:
+            raise ValueError("it ends too early")
 
     def ahead(self, end: int) -> int:
         """Read on to `end`, if there is so much; returns how many bytes there are."""
         while len(self.data) < end:
-            more = self._file.read(_CHUNK)
+            more = self._file.read(min(max(_CHUNK, end - len(self.data)), 16 << 20))
             if not more:
                 break
             self.data += more

@@ -9,7 +9,8 @@ Also: the error if a data file is gone, and memory for no more bytes than files 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -192,14 +193,10 @@ class PartIndexes:
             else:
                 self._rows[part] = decode_index(entry.index, self.root.source) if entry.index else _no_rows()
         source, read = self.root.source, self._store.read_at
-        try:
+        with reading(source):
             rooms = [(part, key, room_for(self._store, key, size)) for key, size, part in sorted(in_files)]
             reads = [partial(read, key, 0, room) for _, key, room in rooms]
             results_of(reads, self._store.caps.depth, "terrazzo-read")
-        except FileNotFoundError as error:
-            raise gone(source, error) from error
-        except EOFError as error:
-            raise CheckpointCorruptError(f"an index is shorter than the checkpoint says: {error}") from error
         for part, key, room in rooms:
             self.bytes_read += len(room)
             if checksum(room) != self.root.head.parts[part].index_sum:
@@ -318,12 +315,18 @@ def _no_rows() -> IndexRows:
 _LARGE: Final = 16 << 20  # bytes: for fewer, asking for the sizes of files is not worth it
 
 
-def gone(location: str, error: FileNotFoundError) -> CheckpointNotFoundError:
-    """The error for a file that the manifest of the checkpoint at `location` names, and that is not there."""
-    return CheckpointNotFoundError(
-        f"a data file of {location} is gone, though the checkpoint's manifest names it ({error}); was the "
-        f"checkpoint replaced or removed while it was read?"
-    )
+@contextmanager
+def reading(location: str) -> Iterator[None]:
+    """Inside of this context, errors of the store say what they mean for the checkpoint at `location`."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"a data file of {location} is gone, though the checkpoint's manifest names it ({error}); was the "
+            f"checkpoint replaced or removed while it was read?"
+        ) from error
+    except EOFError as error:
+        raise CheckpointCorruptError(f"a file is shorter than the checkpoint says: {error}") from error
 
 
 def room_for(store: Store, key: str, nbytes: int) -> memoryview:
@@ -336,9 +339,7 @@ def check_room(store: Store, keys: Collection[str], nbytes: int, what: str) -> N
     """Raise if files together have fewer bytes than `what` is said to have."""
     if nbytes <= _LARGE:
         return
-    try:
+    with reading(store.location):
         there = sum([store.stat(key).size for key in keys])
-    except FileNotFoundError as error:
-        raise gone(store.location, error) from error
     if there < nbytes:
         raise CheckpointCorruptError(f"{store.location}: {what} cannot have {nbytes} bytes: its files have {there}")

@@ -17,7 +17,7 @@ from terrazzo.checkpoint.listing import Listed, Listing, corner
 from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.chunks import Chunks, Overlap, complete_parts
 from terrazzo.checkpoint.native.commit import committed_manifest
-from terrazzo.checkpoint.native.finding import PartIndexes, gone, room_for
+from terrazzo.checkpoint.native.finding import PartIndexes, reading, room_for
 from terrazzo.checkpoint.native.format import STORED, checksum, decode_frame, itemsize_of
 from terrazzo.checkpoint.native.root import TENSOR, TYPED, Root
 from terrazzo.checkpoint.native.spans import StoredChunk, spans
@@ -139,7 +139,9 @@ def _checked(store: Store, chunk: StoredChunk, low: int, high: int) -> bytes:
     if chunk.codec:
         frames = chunk.frames[chunk.first_frame : chunk.first_frame + first + count].astype(np.int64)
         start, stored = chunk.start + int(frames[:first].sum()), frames[first:].tolist()
-    memory = _read(store, chunk.file.name, start, sum(stored))
+    memory = room_for(store, chunk.file.name, sum(stored))
+    with reading(store.location):
+        store.read_at(chunk.file.name, start, memory)
     blocks = []
     for number, (size, nbytes) in enumerate(zip(stored, sizes, strict=True), chunk.first_sum + first):
         block, memory = memory[:size], memory[size:]
@@ -150,17 +152,6 @@ def _checked(store: Store, chunk: StoredChunk, low: int, high: int) -> bytes:
             )
         blocks.append(decode_frame(block, nbytes, chunk.itemsize) if chunk.codec else block)
     return b"".join(blocks)
-
-
-def _read(store: Store, key: str, start: int, nbytes: int) -> memoryview:
-    data = room_for(store, key, nbytes)
-    try:
-        store.read_at(key, start, data)
-    except FileNotFoundError as error:
-        raise gone(store.location, error) from error
-    except EOFError as error:
-        raise CheckpointCorruptError(f"a data file is shorter than the checkpoint says: {error}") from error
-    return data
 
 
 _OF_NUMPY: Final = "float64 float32 float16 int64 int32 int16 int8 uint8 bool uint16 uint32 uint64 complex64 complex128"

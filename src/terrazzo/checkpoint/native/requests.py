@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 
 from terrazzo._threads import streams_of_this_thread
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes, dtype_from_name
-from terrazzo.checkpoint.native.finding import gone, room_for
+from terrazzo.checkpoint.native.finding import reading, room_for
 from terrazzo.checkpoint.native.format import checksum, decode_frame
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import FileEntry
@@ -179,10 +179,11 @@ class Requests:
 
         def work(number: int) -> None:
             try:
-                for request in self._store.read(own(number)):
-                    self._take(request)
+                with reading(self._store.location):
+                    for request in self._store.read(own(number)):
+                        self._take(request)
             except BaseException as error:  # noqa: B036  # raised below
-                errors.append(self._explained(error))
+                errors.append(error)
 
         try:
             work(0)
@@ -233,17 +234,6 @@ class Requests:
     def release(self) -> None:
         """Give back the memory that is kept between reads."""
         self._spare = []
-
-    def _explained(self, error: BaseException) -> BaseException:
-        """The error that a reader gets for one of the store."""
-        if isinstance(error, FileNotFoundError):
-            explained: BaseException = gone(self._store.location, error)
-        elif isinstance(error, EOFError):
-            explained = CheckpointCorruptError(f"a data file is shorter than the checkpoint says: {error}")
-        else:
-            return error
-        explained.__cause__ = error
-        return explained
 
     # ------------------------------------------------- from what is wanted to requests
 

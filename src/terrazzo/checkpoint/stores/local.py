@@ -301,15 +301,17 @@ class LocalStore(Store):
         return Entry(key, found.st_size, found.st_mtime)
 
     def delete(self, keys: Iterable[str]) -> None:
+        self._each(keys, self._unlink)
+
+    def delete_ended(self, keys: Iterable[str]) -> None:
+        """Remove files while holding their locks, so that none is removed that another process has just locked."""
+        self._each(keys, self._unlink_unlocked)
+
+    def _each(self, keys: Iterable[str], remove: Callable[[str], None]) -> None:
         refused: PermissionError | None = None
         for key in keys:
-            outer = os.path.dirname(key)
-            if outer and os.path.realpath(self._path / outer) != os.path.join(os.path.realpath(self._path), outer):
-                raise PermissionError(
-                    errno.EPERM, "it is not removed, because a link leads to it", str(self._path / key)
-                )
             try:
-                self._os.unlink(self._path / key)
+                remove(key)
             except FileNotFoundError:
                 pass
             except PermissionError as error:  # another user's: remove the others first
@@ -317,24 +319,20 @@ class LocalStore(Store):
         if refused is not None:
             raise refused
 
-    def delete_ended(self, keys: Iterable[str]) -> None:
-        """Remove files while holding their locks, so that none is removed that another process has just locked."""
-        refused: PermissionError | None = None
-        for key in keys:
-            fd: int | None = None
-            try:
-                fd = self._open_to_lock(self._path / key)
-                if fd is None or self._try_lock(fd) is not False:
-                    self.delete([key])
-            except FileNotFoundError:
-                pass
-            except PermissionError as error:  # another user's: remove the others first
-                refused = refused or error
-            finally:
-                if fd is not None:
-                    self._os.close(fd)
-        if refused is not None:
-            raise refused
+    def _unlink(self, key: str) -> None:
+        outer = os.path.dirname(key)
+        if outer and os.path.realpath(self._path / outer) != os.path.join(os.path.realpath(self._path), outer):
+            raise PermissionError(errno.EPERM, "it is not removed, because a link leads to it", str(self._path / key))
+        self._os.unlink(self._path / key)
+
+    def _unlink_unlocked(self, key: str) -> None:
+        fd = self._open_to_lock(self._path / key)
+        try:
+            if fd is None or self._try_lock(fd) is not False:
+                self._unlink(key)
+        finally:
+            if fd is not None:
+                self._os.close(fd)
 
     def adopt(self, other: Store, key: str, name: str) -> str | None:
         """Take over a file of another folder by a hard link: it exists as long as one of the folders has it."""
