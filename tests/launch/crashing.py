@@ -1,4 +1,4 @@
-"""A run that loses a rank once: `entry = "crashing:main"`, copied beside the run's file by the test."""
+"""A run that loses a rank, once or for good: `entry = "crashing:main"`, copied beside the run's file by the test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from torch.utils.data import TensorDataset
 from terrazzo.engine import initialize
 
 
-def main(run: Any, steps: str, crash_at: str) -> None:
+def main(run: Any, steps: str, crash_at: str, lost: str = "") -> None:
+    if (Path(run.path).parent / "crashed").exists() and lost == os.environ["RANK"]:
+        os.kill(os.getpid(), signal.SIGKILL)  # before it connects to any other
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     data = TensorDataset(torch.randn(32, 6), torch.randn(32, 2))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from terrazzo.errors import LaunchError, RunConfigError
-from terrazzo.launch import read_run
+from terrazzo.launch import Run, read_run
+from terrazzo.launch.config import fewer_ranks
 from terrazzo.launch.entry import find
 from terrazzo.launch.network import address_towards, is_here
 from terrazzo.launch.torchrun import torchrun_arguments
@@ -122,6 +123,26 @@ def test_hosts_meet_by_the_addresses_that_reach_each_other(tmp_path):
     assert not is_here("192.0.2.1:29400"), "an address that belongs to nobody"
     with pytest.raises(LaunchError, match="no-such-host.invalid"):
         is_here("no-such-host.invalid:1")
+
+
+def test_fewer_ranks_and_hosts(tmp_path):
+    def run_of(ranks: str, engine: str = "") -> Run:
+        return read_run(write(tmp_path, f'script = "train.py"\n[ranks]\n{ranks}\n{engine}'))
+
+    assert fewer_ranks(run_of("min_per_host = 2"), 4) == 3 and fewer_ranks(run_of("min_per_host = 2"), 2) is None
+    divides = run_of("min_per_host = 1", "[engine]\ntrain_batch_size = 16")
+    assert [fewer_ranks(divides, count) for count in (1, 4, 8, 9)] == [None, 2, 4, 8]
+    assert fewer_ranks(run_of("min_per_host = 3", "[engine]\ntrain_batch_size = 16"), 4) is None
+    assert fewer_ranks(run_of("per_host = 4"), 4) is None
+    arguments = torchrun_arguments(run_of('hosts = 3\nmin_hosts = 2\nendpoint = "127.0.0.1:29400"'))
+    assert arguments[0] == "--nnodes=2:3" and any("is_host=1,keep_alive_interval" in each for each in arguments)
+    for ranks, said in (
+        ("hosts = 2\nmin_per_host = 1\nendpoint = '127.0.0.1:29400'", "min_per_host is for one host; on 2 hosts set"),
+        ("hosts = 2\nmin_hosts = 3\nendpoint = '127.0.0.1:29400'", "min_hosts must be at most 2, .*not 3"),
+        ("per_host = 2\nmin_per_host = 3", "min_per_host must be at most 2, .*not 3"),
+    ):
+        with pytest.raises(RunConfigError, match=said):
+            torchrun_arguments(run_of(ranks))
 
 
 def test_an_entry_is_found_beside_the_file(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.test_train import EXAMPLES, may_make_networks
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.tools.compare import compare
 from terrazzo.launch.history import read_history
@@ -92,3 +93,30 @@ def test_kills_at_random_moments(tmp_path: Path, more: str) -> None:
     assert saved(folder) == STEPS
     went_on = [each for each in read_history(folder / "checkpoints") if each.what == "went on"]
     assert went_on and "there is no spare process" not in errors
+
+
+@pytest.mark.long
+def test_a_run_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
+    if not may_make_networks():
+        pytest.skip("network namespaces need root, iproute2 and a kernel that allows them")
+    folder, errors = tmp_path / "run", tmp_path / "run" / "errors"
+    (folder / "ranks").mkdir(parents=True)
+    shutil.copy(HERE / "killed.py", folder)
+    hosts = 'per_host = 1\nhosts = 2\nmin_hosts = 1\nendpoint = "10.77.0.1:29478"'
+    text = RUN.format(steps=STEPS, world=1, more="").replace("per_host = 1", hosts)
+    (folder / "run.toml").write_text(text)
+    with open(errors, "w") as file:
+        environment = {**os.environ, "TERRAZZO": f"{sys.executable} -m terrazzo.cli"}
+        command = [str(EXAMPLES / "two_hosts.sh"), str(folder / "run.toml")]
+        run = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+    until = time.monotonic() + 120
+    while saved(folder) < 5:
+        assert run.poll() is None and time.monotonic() < until, errors.read_text()
+        time.sleep(0.05)
+    listed = subprocess.run(["ip", "netns", "pids", f"tz{run.pid}b"], capture_output=True, text=True)
+    for pid in listed.stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
+    run.wait(240)
+    assert f"done; the latest checkpoint is global_step{STEPS}" in errors.read_text(), errors.read_text()
+    assert Checkpoint(folder / "checkpoints" / f"global_step{STEPS}")["dp_world_size"] == 1
+    assert sum(each.what == "went on" for each in read_history(folder / "checkpoints")) == 1

@@ -17,7 +17,7 @@ import pytest
 from terrazzo.engine.marks import FILE, Mark, mark, read_marks
 from terrazzo.launch import recovery
 from terrazzo.launch.live import read_live
-from terrazzo.launch.recovery import Recovery, Watch, recovery_of
+from terrazzo.launch.recovery import HostRanks, Recovery, recovery_of
 
 POINTS = ("made", "loading", "planned", "read", "stepped")
 RANK = """
@@ -63,7 +63,7 @@ def test_processes_that_end_are_seen(tmp_path: Path):
         told.append(recovery)
         heard.set()
 
-    with Watch(tell) as watch:
+    with HostRanks(tell) as watch:
         file = Path(os.environ[FILE])
         for number, points in enumerate(("made stepped", " ".join(POINTS), "made stepped")):
             ranks = [started(watch, [RANK, points], number, rank) for rank in range(2)]
@@ -99,8 +99,9 @@ sys.exit(int(ends) if ends.isdigit() else 0)
 """
 
 
-def started(watch: Watch, arguments: list[str], number: int, rank: int) -> subprocess.Popen[bytes]:
+def started(watch: HostRanks, arguments: list[str], number: int, rank: int) -> subprocess.Popen[bytes]:
     environment = os.environ | {"TORCHELASTIC_RESTART_COUNT": str(number), "RANK": str(rank), "MASTER_PORT": "1"}
+    environment["TORCHELASTIC_MAX_RESTARTS"] = "1"
     command = [sys.executable, "-c", *arguments]
     own = functools.partial(
         subprocess.Popen, command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -122,7 +123,7 @@ def test_ranks_that_do_not_end_after_a_failure_are_killed(monkeypatch):
     """Not so if the first one has saved, and left, since the job was told to end: others may still save."""
     monkeypatch.setattr(recovery, "PATIENCE", 0.2)
     for status, expected in (("1", -signal.SIGKILL), (str(128 + signal.SIGTERM), 0)):
-        with Watch() as watch:
+        with HostRanks() as watch:
             failing, other = (started(watch, [BEATING, str(rank), "3", status if rank == 0 else "0"], 0, rank)
                               for rank in range(2))  # fmt: skip
             failing.communicate()
@@ -139,7 +140,7 @@ def test_ranks_that_make_no_step_are_ended_and_show_where_they_are(monkeypatch, 
     """That is those that are behind; one that is stopped does not end by itself."""
     monkeypatch.setattr(recovery, "PATIENCE", 0.5)
     said: list[str] = []
-    with Watch(say=said.append, stuck_after=2, folder=tmp_path / "run") as watch:
+    with HostRanks(say=said.append, stuck_after=2, folder=tmp_path / "run") as watch:
         steps = {0: "5", 1: "4", 2: "4"}
         ranks = [started(watch, [BEATING, str(rank), step, "0"], 0, rank) for rank, step in steps.items()]
         early = started(watch, [BEATING, "3", "0", "never begins"], 0, 3)

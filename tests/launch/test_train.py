@@ -102,8 +102,28 @@ def test_a_rank_that_dies_costs_a_restart_and_nothing_else(tmp_path):
     history = read_history(tmp_path / "checkpoints")
     (went_on,) = [each for each in history if each.what == "went on"]
     assert sum(went_on.seconds.values()) == pytest.approx(total, abs=0.1)
-    assert {each.what for each in history} == {"started", "went on", "ended"}
+    assert {each.what for each in history} == {"started", "noted", "went on", "ended"}
+    assert "rank 1 was killed by SIGKILL; all ranks are started again (restart 1 of 3)" in once.stderr
     assert all(each.status == 0 for each in history)
+
+
+def test_a_run_goes_on_without_a_rank_that_is_lost(tmp_path):
+    """From then on it dies before it connects, so that the other one waits for it."""
+    shutil.copy(HERE / "crashing.py", tmp_path)
+    text = CRASHING.replace(f'"{CRASH_AT}"]', f'"{CRASH_AT}", "1"]')
+    (tmp_path / "run.toml").write_text(text.replace("per_host = 2", "per_host = 2\nmin_per_host = 1\nrestarts = 1"))
+    ended = command(*terrazzo(), "train", str(tmp_path / "run.toml"), "--json")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("rank 1 was killed by SIGKILL; all ranks are started again (restart 1 of 1)") == 1
+    assert "rank 1 was killed by SIGKILL, and all restarts are used: the run goes on with 1 of 2 ranks" in ended.stderr
+    said: list[tuple[int, float]] = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
+    assert [step for step, _ in said] == [1, 2, 3, 3, 4, 5]
+    expected = losses_alone()
+    assert [loss for _, loss in said] == pytest.approx([expected[step - 1] for step, _ in said], rel=1e-5)
+    assert Checkpoint(tmp_path / "checkpoints" / f"global_step{STEPS}")["dp_world_size"] == 1
+    (host,) = read_live(tmp_path / "checkpoints")
+    assert [where.beat.rank for where in host.ranks] == [0]
+    assert len(json.loads(ended.stdout)["recoveries"]) == 1
 
 
 def test_a_rank_that_always_dies_ends_the_run_with_its_status(tmp_path):

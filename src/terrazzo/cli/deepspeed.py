@@ -30,6 +30,7 @@ def deepspeed(
     """
     from terrazzo.deepspeed.launcher.runner import hosts_of, parse_args
     from terrazzo.errors import RunConfigError
+    from terrazzo.launch.recovery import HostRanks
     from terrazzo.launch.torchrun import start_torchrun
 
     with errors():
@@ -42,7 +43,9 @@ def deepspeed(
         if args.no_ssh or (len(hosts) == 1 and not args.force_multi):
             number = max(args.node_rank, 0)
             os.environ.update(_devices(args, list(hosts.values())[number]))
-            ending = start_torchrun(torchrun_arguments(args, hosts, number), f"{len(hosts)} hosts did not meet")
+            with HostRanks() as ranks:
+                not_met = f"{len(hosts)} hosts did not meet"
+                ending = start_torchrun(torchrun_arguments(args, hosts, number), not_met, ranks)
             if ending.why:
                 typer.echo(ending.why, err=True)
             status = ending.status

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from terrazzo.cli.screen import ERR, Json, errors, print_json, said_on_stderr
@@ -27,16 +26,14 @@ def train(
     On several hosts, give the same command on each. The exit status is that of the rank that failed. With --json, what
     the ranks print goes to stderr, and stdout gets how the run ended.
     """
-    from terrazzo.launch.config import Run, read_run
+    from terrazzo.launch.config import read_run, with_ranks
     from terrazzo.launch.history import History
     from terrazzo.launch.recovery import Recovery
     from terrazzo.launch.torchrun import start, torchrun_line
 
     with errors():
-        given = read_run(config)
-        changes = {name: value for name, value in (("per_host", per_host), ("restarts", restarts)) if value is not None}
-        ranks = msgspec.structs.replace(given.config.ranks, **changes)
-        run = Run(given.path, msgspec.structs.replace(given.config, ranks=ranks))
+        changes = {"per_host": per_host, "restarts": restarts}
+        run = with_ranks(read_run(config), **{name: value for name, value in changes.items() if value is not None})
         if show:
             line = torchrun_line(run)
             print_json({"command": shlex.split(line)}) if json else typer.echo(line)

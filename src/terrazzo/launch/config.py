@@ -41,7 +41,9 @@ class RanksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`[ranks]`: how many there are, on which hosts, and how often they are restarted."""
 
     per_host: Count | None = None  # None: one for each accelerator, or without accelerators for each core
+    min_per_host: Count | None = None  # on one host: with how many it goes on when a rank is lost for good
     hosts: Count = 1
+    min_hosts: Count | None = None  # with how many hosts it starts and goes on; None: with all
     endpoint: str | None = None  # where several hosts meet: an address of one of them, and a free port
     name: str = "terrazzo"  # of the meeting; runs that share an endpoint need different ones
     restarts: Annotated[int, msgspec.Meta(ge=0)] = 3
@@ -211,9 +213,24 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         config = convert(_parsed(path), RunConfig)
     except msgspec.ValidationError as error:
         raise RunConfigError(f"{path}: {error}") from error
-    run = Run(path, config)
-    _check(run)
-    return run
+    return _checked(Run(path, config))
+
+
+def with_ranks(run: Run, **changes: Any) -> Run:
+    """The run with other values of keys in the file's `[ranks]`, checked as the file's are."""
+    ranks = msgspec.structs.replace(run.config.ranks, **changes)
+    return _checked(Run(run.path, msgspec.structs.replace(run.config, ranks=ranks)))
+
+
+def fewer_ranks(run: Run, count: int) -> int | None:
+    """The number of ranks with which the run can go on if one of `count` is lost: the largest that the file allows and
+    that divides the engine's batch; None if there is none."""
+    for fewer in range(count - 1, (run.config.ranks.min_per_host or count) - 1, -1):
+        with suppress(EngineConfigError):
+            if run.engine:
+                read_config(run.engine)[0].batch(fewer)
+            return fewer
+    return None
 
 
 def _parsed(path: Path) -> Any:
@@ -226,7 +243,7 @@ def _parsed(path: Path) -> Any:
         raise RunConfigError(f"{path} is not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
 
 
-def _check(run: Run) -> None:
+def _checked(run: Run) -> Run:
     config, path = run.config, run.path
     if (config.script is None) == (config.entry is None):
         raise RunConfigError(f"{path}: set exactly one of script and entry, which is what every rank runs")
@@ -244,3 +261,4 @@ def _check(run: Run) -> None:
             read_config(config.engine)
         except EngineConfigError as error:
             raise RunConfigError(f"{path}: engine: {str(error).removeprefix('config: ')}") from error
+    return run

@@ -73,9 +73,9 @@ class Live:
 
     def add(self, beat: Beat) -> None:
         """A rank has made a step."""
-        before = self._beats.get(beat.rank)
-        if before is None or before[-1].process != beat.process:
-            before = self._beats[beat.rank] = deque()
+        if any(known[-1].start != beat.start for known in self._beats.values()):
+            self._beats.clear()  # ranks were started again, perhaps fewer
+        before = self._beats.setdefault(beat.rank, deque())
         before.append(beat)
         while len(before) > 2 and before[0].at < beat.at - _SPAN:
             before.popleft()

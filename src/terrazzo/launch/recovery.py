@@ -37,6 +37,7 @@ PATIENCE: Final = 5.0
 
 _LOOK: Final = 0.05  # seconds between two checks for processes that have ended, and for new marks
 _HEAR: Final = 0.5  # seconds between two readings of beats
+_COUNTS: Final = ("RESTART_COUNT", "MAX_RESTARTS")
 _TOLD: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 
 
@@ -78,12 +79,12 @@ def recovery_of(ended: list[float], marks: list[Mark]) -> Recovery | None:
     return Recovery(*(after - before for before, after in zip(points, points[1:], strict=False)))
 
 
-class Watch:
-    """Watches the ranks of this host: starts them from a spare process, ends those that hang, and tells what happens.
+class HostRanks:
+    """The ranks of this host: starts them from a spare process, ends those that hang, and tells what happens.
 
     Args:
         tell: gets how long it took, each time that the ranks have recovered from a fault.
-        say: gets a line about a rank that hangs, and if there is no spare process.
+        say: gets a line about a rank that failed or hangs, and if there is no spare process.
         spare: whether ranks that are started again are forked from a spare process.
         stuck_after: the seconds after which a rank that makes no step is ended; None: never.
         folder: of the run, in which `terrazzo top` finds where the ranks are.
@@ -103,7 +104,7 @@ class Watch:
         self._stuck_after = stuck_after
         self._live = Live(folder)
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="terrazzo-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="terrazzo-ranks", daemon=True)
         self._lock = threading.Lock()
         self._before, self._now = _Started(), _Started()
         self._own: list[str] = []  # the variables that differ from rank to rank
@@ -145,13 +146,16 @@ class Watch:
             process = own()
         with self._lock:
             if self._now.start != (start := start_of(environment)):
-                self._before, self._now = self._now, _Started(start)
-            self._now.running[process.pid] = process
+                count, most = (int(environment.get(f"TORCHELASTIC_{name}") or 0) for name in _COUNTS)
+                again = f"all ranks are started again (restart {count + 1} of {most})" if count < most else ""
+                self._before, self._now = self._now, _Started(start, again)
+            self._now.running[int(environment.get("RANK") or 0)] = process
         return process
 
     def _run(self) -> None:
         while not self._over.wait(_LOOK):
             self._look()
+        self._now.heard = 0.0  # the last beats, however short ago others were read
         self._look()
         self._live.write(now=True)
 
@@ -167,21 +171,22 @@ class Watch:
 
     def _see_ends(self) -> None:
         now = self._now
-        for pid, process in list(now.running.items()):
-            status = process.poll()
-            if status is None:
-                continue
-            del now.running[pid]
+        found = {rank: process.poll() for rank, process in now.running.items()}
+        ended = {rank: status for rank, status in found.items() if status is not None}
+        # Those that were killed first: an error of others that ended in the same moment may be the consequence.
+        for rank, status in sorted(ended.items(), key=lambda each: (each[1] >= 0, each[0])):
+            del now.running[rank]
             now.ended.append(time.time())
-            # A status over 128 says that it was told to end, and has saved: others may still be at it.
-            if status > 128 or -status in _TOLD:
+            if was_told(status):  # others may still be saving
                 now.is_told = True
             elif status and now.limit is None:
                 now.limit = time.monotonic() + PATIENCE
+                if now.again:
+                    self._say(f"{how_ended(rank, status)}; {now.again}")
         if now.limit is not None and not now.is_told and time.monotonic() > now.limit:
             now.limit = math.inf
-            for pid in now.running:
-                _send(os.killpg, pid, signal.SIGKILL)
+            for process in now.running.values():
+                _send(os.killpg, process.pid, signal.SIGKILL)
 
     def _listen(self) -> None:
         try:
@@ -244,13 +249,29 @@ class _Started:
     """The processes that were started together."""
 
     start: tuple[str | None, ...] = ()
-    running: dict[int, Process] = field(default_factory=dict)
+    again: str = ""  # what happens if one fails; empty if that ends the run
+    running: dict[int, Process] = field(default_factory=dict)  # by rank
     ended: list[float] = field(default_factory=list)  # when
     beats: dict[int, tuple[float, Beat]] = field(default_factory=dict)  # by process, with when they were heard
     heard: float = 0.0
     limit: float | None = None  # when those that still run are killed, since one has failed
     is_told: bool = False  # to end
     has_told: bool = False  # how long recovery took
+
+
+def was_told(status: int) -> bool:
+    """Whether a rank with this status was told to end: by a signal, or with a status over 128 after it has saved."""
+    return status > 128 or -status in _TOLD
+
+
+def how_ended(rank: int, status: int) -> str:
+    """How a rank failed.
+
+    >>> how_ended(3, -9), how_ended(0, 1)
+    ('rank 3 was killed by SIGKILL', 'rank 0 ended with status 1')
+    """
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    return f"rank {rank} {how}"
 
 
 def _is_there(pid: int) -> bool:
