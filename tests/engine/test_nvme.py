@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -249,6 +249,32 @@ def check_errors(folder: str) -> None:
 
 def test_errors_are_typed_and_a_checkpoint_mends_them(tmp_path):
     run_ranks(1, check_errors, str(tmp_path))
+
+
+def check_errors_of_one_rank(folder: str) -> None:
+    """In a step, and while state is made for a checkpoint: all ranks raise, at once, and a checkpoint mends all."""
+    failed = "rank 1: writing for optimizer state in .*state.* failed: Input/output error"
+    engine = engine_of(folder + "/state", 3, True)
+    bad = dist.get_rank() == 1
+    kind: type[Exception] = StateFileError if bad else RankError
+    with failing("pwritev", errno.EIO) if bad else nullcontext(), pytest.raises(kind, match=failed):
+        engine.save_checkpoint(folder + "/saved", "no")
+    assert not engine.optimizer.state and not Path(folder, "saved").exists()
+    train(engine, 1)
+    engine.save_checkpoint(folder + "/saved", "before")
+    with failing("pwritev", errno.EIO, after=2) if bad else nullcontext(), pytest.raises(kind, match=failed):
+        train(engine, 1, 1)
+    with pytest.raises(StateFileError, match="(?s)left half done.*rank 1: writing"):
+        engine.save_checkpoint(folder + "/saved", "after")
+    engine.load_checkpoint(folder + "/saved", "before")
+    train(engine, 1, 1)
+    kept = engine_of(folder, 3, False)
+    train(kept, 2)
+    check_same(engine, kept)
+
+
+def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
+    run_ranks(2, check_errors_of_one_rank, str(tmp_path))
 
 
 def die_in_a_step(folder: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict, deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from terrazzo.checkpoint.state_dict.lazy_state import initial_state
+from terrazzo.comm import ControlPlane
 from terrazzo.engine.config import AioConfig, OffloadOptimizerConfig
 from terrazzo.engine.scratch import Region, Scratch, aligned
-from terrazzo.errors import StateFileError
+from terrazzo.errors import RankError, StateFileError
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.dtensor import wrap
 
@@ -81,10 +82,17 @@ class PagedState:
             self.failed = None
             self.optimizer.zero_grad(set_to_none=True)
 
-    @torch.no_grad()
     def step(self) -> None:
-        """The optimizer's step, with the same result."""
+        """The optimizer's step, with the same result; all ranks call it, and if it fails on one, all raise."""
         self.check()
+        try:
+            _together(self._step, "an optimizer step with state in files")
+        except BaseException as error:
+            self.failed = error  # also where it did not fail: the step is to be one of all ranks
+            raise
+
+    @torch.no_grad()
+    def _step(self) -> None:
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         before, after = [dict(group) for group in groups], [dict(group) for group in groups]
         hooks = {name: getattr(optimizer, name) for name in _OWN_HOOKS}
@@ -98,9 +106,6 @@ class PagedState:
                     after[piece.group] = {**before[piece.group], "params": piece.params}
                     optimizer.param_groups = [after[piece.group]]
                     optimizer.step()
-        except BaseException as error:
-            self.failed = error
-            raise
         finally:
             optimizer.param_groups = groups
             vars(optimizer).update(hooks)
@@ -122,15 +127,19 @@ class PagedState:
 
     @contextmanager
     def complete(self) -> Iterator[None]:
-        """Inside, every trained parameter has state, as before its first step if it has taken none."""
+        """Inside, every trained parameter has state, as before its first step if it has taken none. On all ranks."""
         made = []
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if not self.optimizer.state.get(p) and (state := initial_state(self.optimizer, p, group)):
-                    self.optimizer.state[p] = state
-                    self._place(p)
-                    made.append(p)
+
+        def make() -> None:
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    if not self.optimizer.state.get(p) and (state := initial_state(self.optimizer, p, group)):
+                        self.optimizer.state[p] = state
+                        made.append(p)
+                        self._place(p)
+
         try:
+            _together(make, "optimizer state in files")
             yield
         finally:
             for p in made:
@@ -256,6 +265,19 @@ class PagedState:
         self._scratch.wait(self._scratch.write(placed.region, self._new), "writing")
         state.update(placed.mapped)
         self._freed += placed.region.nbytes
+
+
+def _together(work: Callable[[], None], what: str) -> None:
+    """Do what all ranks do. If it fails on some, these raise their own error, and the others one that has it."""
+    try:
+        ControlPlane.for_group().run_together(work, what)
+    except RankError as error:
+        own = error.__cause__
+        if own is None:
+            raise
+    else:
+        return
+    raise own
 
 
 def _give_back() -> None:
