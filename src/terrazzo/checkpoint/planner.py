@@ -27,6 +27,7 @@ from terrazzo.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
 )
+from terrazzo.layout.drawing import ShownAsCall
 
 
 class WriteItemType(Enum):
@@ -123,7 +124,7 @@ class LoadPlan:
         return iter(self.items)
 
 
-class SavePlanner(abc.ABC):
+class SavePlanner(ShownAsCall, abc.ABC):
     """Decides what each rank writes.
 
     `save` makes these calls, in this order: `set_up_planner` and `create_local_plan` on every rank,
@@ -158,7 +159,7 @@ class SavePlanner(abc.ABC):
         """
 
 
-class LoadPlanner(abc.ABC):
+class LoadPlanner(ShownAsCall, abc.ABC):
     """Decides what each rank reads, and into which tensors.
 
     `load` makes these calls, in this order: `set_up_planner` and `create_local_plan` on every rank,

@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from terrazzo.layout.drawing import ShownAsCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class WriteResult:
     storage_data: Any
 
 
-class StorageWriter(abc.ABC):
+class StorageWriter(ShownAsCall, abc.ABC):
     """Writes checkpoints.
 
     `save` makes these calls, in this order: `reset`, `set_up_storage_writer` and `prepare_local_plan` on every rank,
@@ -69,7 +70,7 @@ class StorageWriter(abc.ABC):
         return None
 
 
-class StorageReader(abc.ABC):
+class StorageReader(ShownAsCall, abc.ABC):
     """Reads checkpoints.
 
     `load` makes these calls, in this order: `reset`, `read_metadata`, `set_up_storage_reader` and

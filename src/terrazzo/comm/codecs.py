@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from terrazzo.comm.flat import Shape
+from terrazzo.layout.drawing import ShownAsCall
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INF = float("inf")
 
 
-class Codec(ABC):
+class Codec(ShownAsCall, ABC):
     """How a tensor is sent. Equal codecs compare equal, and have the same hash."""
 
     @abstractmethod

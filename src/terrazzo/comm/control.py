@@ -24,6 +24,7 @@ from terrazzo.comm.link import Link
 from terrazzo.comm.memory_group import MemoryLink, is_in_process
 from terrazzo.comm.simulated import Echo, is_simulated
 from terrazzo.errors import CommError, RankError, RankFailure
+from terrazzo.layout.drawing import ShownAsCall
 
 Result = TypeVar("Result")
 AnyLink = Link | Echo | MemoryLink
@@ -32,7 +33,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)  # without a process group
 _LONGEST_MESSAGE = 4000  # characters of an error message that are sent to other ranks
 
 
-class ControlPlane:
+class ControlPlane(ShownAsCall):
     """Exchanges bytes between the ranks of a process group.
 
     >>> plane = ControlPlane.for_group()  # of one rank, where torch.distributed is not initialised

@@ -8,6 +8,8 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from terrazzo.layout.drawing import ShownAsCall
+
 T = TypeVar("T")
 
 
@@ -25,7 +27,7 @@ class DeepSpeedDataLoader(DataLoader[Any]):
             yield batch if self.post_process_func is None else self.post_process_func(batch)
 
 
-class RepeatingLoader(Generic[T]):
+class RepeatingLoader(ShownAsCall, Generic[T]):
     """A loader that starts again when it ends.
 
     >>> loader = RepeatingLoader([1, 2])

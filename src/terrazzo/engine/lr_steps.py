@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from terrazzo.errors import EngineConfigError
+from terrazzo.layout.drawing import ShownAsCall
 
 
-class Schedule(torch.optim.lr_scheduler.LRScheduler):
+class Schedule(ShownAsCall, torch.optim.lr_scheduler.LRScheduler):
     """Sets the rates of an optimizer's param groups, as a function of the steps taken.
 
     A subclass of PyTorch's, for isinstance checks; but it counts from -1, before the first step, as DeepSpeed's do.

@@ -21,9 +21,10 @@ from terrazzo.engine.config import Batch
 from terrazzo.engine.curriculum import Ramp, Staircase
 from terrazzo.engine.seeds import generator_for
 from terrazzo.errors import EngineConfigError, EngineError
+from terrazzo.layout.drawing import ShownAsCall
 
 
-class Curriculum:
+class Curriculum(ShownAsCall):
     """Which samples are easy enough in which step.
 
     Args:
@@ -59,7 +60,7 @@ class Curriculum:
         return torch.stack(tests).all(0)
 
 
-class ResumableSampler(Sampler[list[int]]):
+class ResumableSampler(ShownAsCall, Sampler[list[int]]):
     """Gives this rank's micro-batches, without end, starting at the position in its state.
 
     >>> sampler = ResumableSampler(6, Batch(total=3, micro=3, accumulation=1), rank=0, ranks=1, seed=0)

@@ -22,6 +22,7 @@ from terrazzo.fsdp.run.root import Root, root_of
 from terrazzo.fsdp.run.staging import DoubleBuffers, GroupMemory, SymmetricMemory
 from terrazzo.fsdp.settings import AllGather, ReduceScatter
 from terrazzo.fsdp.tree import Copies
+from terrazzo.layout.drawing import ShownAsCall
 
 if TYPE_CHECKING:
     _Module = nn.Module  # for type checkers: a sharded module is a module, too
@@ -332,7 +333,7 @@ class FSDPModule(_Module):
         return result
 
 
-class UnshardHandle:
+class UnshardHandle(ShownAsCall):
     """A gather that `FSDPModule.unshard(async_op=True)` started."""
 
     def __init__(self, group: Group) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 from terrazzo.launch.stopping import Stopped
+from terrazzo.layout.drawing import ShownAsCall
 
 
-class Training:
+class Training(ShownAsCall):
     """A function that submitit runs once for each rank, with what `init_process_group` needs in the environment.
 
         executor = submitit.AutoExecutor("logs")

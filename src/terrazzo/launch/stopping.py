@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.errors import LaunchError
+from terrazzo.layout.drawing import ShownAsCall
 
 
 class Stopped(SystemExit):
@@ -30,7 +31,7 @@ class Stopped(SystemExit):
         self.signal = signal.Signals(number)
 
 
-class StopSignal:
+class StopSignal(ShownAsCall):
     """Whether the job has been told to end, with the same answer on all ranks.
 
         stop = StopSignal()

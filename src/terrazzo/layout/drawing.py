@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from inspect import signature
 from itertools import product
 
 from terrazzo.layout.grid import Grid, Span
 from terrazzo.layout.placement import Partial, Placement
 
 _EDGE = "border:1px solid #8888;padding:4px 10px"
+_MOST_TEXT = 100  # characters of one value
 _MOST_CELLS = 4096  # a larger table is of no use to a reader, and of much work to a browser
 
 
@@ -23,6 +25,31 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return f'<pre style="max-height:40em;overflow:auto;line-height:1.25">{escape(str(self))}</pre>'
+
+
+class ShownAsCall(Shown):
+    """A base of what is shown as its class, with the arguments that it was made with as far as it keeps them.
+
+    >>> class Range(ShownAsCall):
+    ...     def __init__(self, start, *, stop, open=False):
+    ...         self.start, self._stop = start, stop
+    >>> Range(1, stop=5)
+    Range(start=1, stop=5)
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        kept = getattr(self, "__dict__", {})
+        found = {name: key for name in signature(type(self)).parameters for key in (name, f"_{name}") if key in kept}
+        said = ", ".join(f"{name}={_brief(kept[key])}" for name, key in found.items())
+        return f"{type(self).__name__}({said})"
+
+
+def _brief(value: object) -> str:
+    """A value in a few words: that of a model or a tensor would be a page."""
+    text = repr(value)
+    return text if len(text) <= _MOST_TEXT and "\n" not in text else f"<{type(value).__name__}>"
 
 
 def hue_of(number: int) -> int:

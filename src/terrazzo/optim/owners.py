@@ -12,6 +12,7 @@ from terrazzo.comm.axis import Axis, axis_of
 from terrazzo.comm.collectives import exchange
 from terrazzo.errors import OptimError
 from terrazzo.layout import Layout
+from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.optim.routes import Piece, Routes, routes_of
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.dtensor import wrap
@@ -27,7 +28,7 @@ class _OnMesh(NamedTuple):
     routes: Routes
 
 
-class Owners:
+class Owners(ShownAsCall):
     """Assigns each tensor of a group to one rank, which can have it whole; the costs of the ranks are balanced.
 
     Any placements work: the shards of `fully_shard` on one or two mesh dims, of tensor parallelism, or of both. The

@@ -27,6 +27,7 @@ from terrazzo.comm.serving import Address, Client, Server, Session, WrongSecretE
 from terrazzo.errors import CommError, PublishError, PublishValueError, TerrazzoError
 from terrazzo.layout import Box
 from terrazzo.layout.box import row_major_windows
+from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.publish.host_copy import Snapshot
 
 SECRET: Final = "TERRAZZO_PUBLISH_SECRET"
@@ -35,7 +36,7 @@ _LOOK_SECONDS: Final = 2.0
 _KEYS: Final = ("name", "listing")
 
 
-class Channel:
+class Channel(ShownAsCall):
     """An address at which a publisher and receivers meet, to send weights directly.
 
     The publisher's first rank listens at the address, so it has to run on that host; unless another process already
@@ -64,8 +65,8 @@ class Channel:
         self.bucket_bytes = bucket_bytes
         self._host, self._port = host.removeprefix("tcp://").strip("[]"), int(port)
         self._host = "127.0.0.1" if self._host == "localhost" else self._host
-        self._secret = os.environ.get(SECRET, "") if secret is None else secret
-        if not self._secret and not self.is_loopback:
+        self._shared = os.environ.get(SECRET, "") if secret is None else secret
+        if not self._shared and not self.is_loopback:
             raise PublishValueError(
                 f"other hosts can reach {address}, so a secret is required: set {SECRET}, or pass secret=, the same "
                 "for the publisher and its receivers (`python -c 'import secrets; print(secrets.token_hex())'` prints "
@@ -105,7 +106,7 @@ class Channel:
     def client(self, timeout: timedelta, where: tuple[str, int] | None = None) -> Client:
         """Calls to the process that listens at the address, or to a rank of the publisher that listens there."""
         host, port = where or (self._host, self._port)
-        return Client(Address(host, port, self._secret.encode()), timeout.total_seconds())
+        return Client(Address(host, port, self._shared.encode()), timeout.total_seconds())
 
     def serve_beside(self, session: Callable[[], Session], timeout: timedelta) -> tuple[Server, str, int]:
         """A server of this rank's own, and where others reach it: of a loopback address, only from this host."""
@@ -114,7 +115,7 @@ class Channel:
         return self._server(listening, session, timeout), host, int(listening.getsockname()[1])
 
     def _server(self, listening: socket.socket, session: Callable[[], Session], timeout: timedelta) -> Server:
-        return Server(listening, self._secret.encode(), session, timeout.total_seconds())
+        return Server(listening, self._shared.encode(), session, timeout.total_seconds())
 
     def _listen(self) -> socket.socket:
         """A loopback address stays one. Others may be of a proxy, or names: then all interfaces have to listen."""

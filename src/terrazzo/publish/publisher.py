@@ -17,6 +17,7 @@ from terrazzo.checkpoint.run.background import BackgroundWork, raise_if_any
 from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import DivergentValueError, PublishError
+from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.publish.by_channel import ChannelSender
 from terrazzo.publish.by_store import Policy, StoreSender
 from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
@@ -34,7 +35,7 @@ from terrazzo.publish.parts import (
 from terrazzo.publish.versions import Version, Versions
 
 
-class Publisher:
+class Publisher(ShownAsCall):
     """Publishes a model's weights to receivers of any other layout, number of ranks and dtype.
 
     All ranks of the model construct one with the same arguments and call its methods together. Each rank publishes its

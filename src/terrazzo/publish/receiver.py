@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from terrazzo.checkpoint.run.background import BackgroundWork
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import PublishError
+from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.publish.by_channel import ChannelSource
 from terrazzo.publish.by_store import StoreSource
 from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
@@ -23,7 +24,7 @@ from terrazzo.publish.parts import RenameLike, TensorInfo, parts_of
 from terrazzo.publish.versions import Version, Versions
 
 
-class Receiver:
+class Receiver(ShownAsCall):
     """Updates a model to the newest version that a `Publisher` has published, whatever the layouts of the two sides.
 
     All ranks of the model construct one with the same arguments and call its methods together. `poll` looks for a newer

@@ -30,6 +30,7 @@ from terrazzo.comm import CommEvent, add_observer, observe, remove_observer
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.observe import origin
 from terrazzo.errors import CommPolicyError
+from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.tensor.running import Running, is_inside, noting, now
 
 Action: TypeAlias = Literal["allow", "warn", "error"]
@@ -139,7 +140,7 @@ class _Cause:
     call: _Call
 
 
-class Policy:
+class Policy(ShownAsCall):
     """One active policy. Nodes made under it keep it alive, and it observes collectives as long as it lives."""
 
     __slots__ = ("__weakref__", "above", "action", "warned")

@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 from urllib.parse import parse_qs, urlsplit
 
 from terrazzo.checkpoint import Checkpoint, LazyTensor
+from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.view.page import Page
 from terrazzo.view.statistics import statistics
 
@@ -25,7 +26,7 @@ _IDLE: Final = 30.0  # time limit of a request, in seconds
 _WAITING: Final = 1024  # connections that the kernel keeps until they are accepted
 
 
-class Viewer:
+class Viewer(ShownAsCall):
     """Serves one page until it is closed.
 
     >>> from terrazzo.layout import Layout, Shard

@@ -30,6 +30,7 @@ from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, OfChunks, View
 from terrazzo.checkpoint.run.device_copies import ThisAccelerator, copy_from_devices
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
+from terrazzo.layout.drawing import ShownAsCall
 
 _ALIGNMENT: Final = 64
 _LARGE: Final = 1 << 20  # bytes: for fewer, it does not matter how they are copied
@@ -175,7 +176,7 @@ class StagedTensor(OfChunks, msgspec.Struct, eq=False, gc=False):
         return [(box, self.memory[number]) for box, number in zip(self.boxes, self.numbers, strict=True)]
 
 
-class BlockingAsyncStager:
+class BlockingAsyncStager(ShownAsCall):
     """Copies into host memory, and returns when the copy is complete.
 
     With `cache_staged_state_dict` the memory is kept and used again by the next `stage`, so a staged state dict is
@@ -228,7 +229,7 @@ class StagingOptions:
     use_non_blocking_copy: bool = True
 
 
-class DefaultStager:
+class DefaultStager(ShownAsCall):
     """Copies into host memory that is kept, by default on a separate thread.
 
     With `use_async_staging`, `stage` returns a future of the copy: the state may be changed when it is done, and

@@ -22,12 +22,13 @@ from terrazzo.deepspeed.comm import init_distributed
 from terrazzo.deepspeed.pipe.partition import balanced, uniform
 from terrazzo.deepspeed.pipe.topology import ProcessTopology
 from terrazzo.errors import EngineConfigError
+from terrazzo.layout.drawing import ShownAsCall
 
 if TYPE_CHECKING:  # not imported otherwise, because it imports Dynamo
     from torch.distributed.pipelining import PipelineStage
 
 
-class LayerSpec:
+class LayerSpec(ShownAsCall):
     """A description of a layer, which is created on the ranks that need it.
 
     >>> LayerSpec(nn.Linear, 2, 3, bias=False).build()

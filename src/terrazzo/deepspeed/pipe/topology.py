@@ -10,11 +10,12 @@ from typing import Any
 import torch.distributed as dist
 
 from terrazzo.errors import EngineConfigError
+from terrazzo.layout.drawing import ShownAsCall
 
 _named: Any = namedtuple  # not for type checkers: the names are known when it is called
 
 
-class ProcessTopology:
+class ProcessTopology(ShownAsCall):
     """Ranks along named axes; the last axis varies fastest.
 
     >>> topology = ProcessTopology(axes=["pipe", "data"], dims=[2, 2])
@@ -98,7 +99,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
-class PipelineParallelGrid:
+class PipelineParallelGrid(ShownAsCall):
     """This rank's place in a topology of all ranks, and its process groups; all ranks make it together."""
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:

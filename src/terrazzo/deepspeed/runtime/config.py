@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from terrazzo.engine.config import as_mapping, read_config
 from terrazzo.errors import EngineConfigError as DeepSpeedConfigError
+from terrazzo.layout.drawing import ShownAsCall
 
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
 LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
@@ -18,7 +19,7 @@ DEEPSPEED_OPTIMIZERS = [
 ]
 
 
-class DeepSpeedConfig:
+class DeepSpeedConfig(ShownAsCall):
     """The sections and numbers of a config, checked; the batch sizes for the ranks that there are.
 
     >>> config = DeepSpeedConfig({"train_batch_size": 4, "zero_optimization": {"stage": 2}})

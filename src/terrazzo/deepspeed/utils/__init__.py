@@ -36,6 +36,7 @@ from terrazzo.deepspeed.utils.sharded import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from terrazzo.layout.drawing import ShownAsCall
 
 logger = getLogger("terrazzo.deepspeed")
 
@@ -47,7 +48,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
-class OnDevice:
+class OnDevice(ShownAsCall):
     """A context in which modules are created on a device and with a dtype.
 
     >>> with OnDevice(dtype=torch.bfloat16, device="meta"):

@@ -23,10 +23,11 @@ from terrazzo.deepspeed.utils.sharded import copy_into, whole
 from terrazzo.deepspeed.zero.status import mark_as_whole
 from terrazzo.engine.placing import on_device
 from terrazzo.errors import EngineError, EngineValueError
+from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.tensor import DTensor, distribute_tensor
 
 
-class GatheredParameters:
+class GatheredParameters(ShownAsCall):
     """A block in which these parameters are whole, on every rank.
 
     >>> model = nn.Linear(2, 2)

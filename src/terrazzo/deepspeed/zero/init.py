@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from terrazzo.layout.drawing import ShownAsCall
 
-class Init:
+
+class Init(ShownAsCall):
     """A context in which a model is created.
 
     DeepSpeed shards every module as soon as it is created. Here `initialize` shards the model; until then each rank

@@ -26,6 +26,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from terrazzo.errors import CheckpointMismatchError
 from terrazzo.layout.box import Box
+from terrazzo.layout.drawing import ShownAsCall
 
 _PLACEHOLDER: Final = re.compile(r"\{([A-Za-z_]+)\}")
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -151,7 +152,7 @@ class Rule:
         return expressions
 
 
-class Rename:
+class Rename(ShownAsCall):
     """Rules; a name follows the first rule that it matches, and stays the same if there is none.
 
     >>> rename = Rename([Rule("{n}.qk", ["{n}.q", "{n}.k"])])

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo._torch.modules import parameters_of
 from terrazzo.errors import ParallelPlanError, UnsupportedModuleError
 from terrazzo.layout import Layout, Placement, Replicate, Shard
+from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.layout.placement import check_placement
 from terrazzo.tensor.api import convert_calls, distribute_tensor, replicate_rest
 from terrazzo.tensor.dtensor import DTensor
@@ -26,7 +27,7 @@ from terrazzo.tensor.parallel.chunked import gathers_in_chunks, scatters_in_chun
 Placements = tuple[Placement, ...]
 
 
-class ParallelStyle(ABC):
+class ParallelStyle(ShownAsCall, ABC):
     """What `parallelize_module` does with one module. Subclass it for a style of your own.
 
     `_apply` changes the module in place and returns it. `src_data_rank`, which is set before, is the rank whose values
