@@ -155,5 +155,18 @@ def check_resumed_rates(folder):
         assert step_rates(again, 4) == rest, name
 
 
+def test_param_groups_that_are_added_later():
+    """Of every kind; one of the optimizer's own could not be found by a schedule that was made before."""
+    needed = {"WarmupDecayLR": {"total_num_steps": 8}, "WarmupCosineLR": {"total_num_steps": 8}}
+    needed["OneCycle"] = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}  # type: ignore[dict-item]  # other numbers
+    for kind in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler = make_scheduler(None, SchedulerConfig(type=kind, params=needed.get(kind, {})), optimizer)
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.5})
+        with pytest.raises(EngineConfigError, match=f"{kind} was made for 1 param groups, and the optimizer has 2 now"):
+            scheduler.step()
+        assert [group["lr"] for group in optimizer.param_groups][1] == 0.5
+
+
 def test_pytorchs_schedulers_go_on_as_they_were(tmp_path):
     run_ranks(1, check_resumed_rates, str(tmp_path))

@@ -48,7 +48,13 @@ class Schedule(ShownAsCall, torch.optim.lr_scheduler.LRScheduler):
         self._apply()
 
     def _apply(self) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.rates(), strict=True):
+        groups, rates = self.optimizer.param_groups, self.rates()
+        if len(groups) != len(rates):
+            raise EngineConfigError(
+                f"{type(self).__name__} was made for {len(rates)} param groups, and the optimizer has {len(groups)} "
+                "now: call add_param_group before the schedule is made, or make a new schedule"
+            )
+        for group, rate in zip(groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate)
             else:
