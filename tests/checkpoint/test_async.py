@@ -35,7 +35,7 @@ from terrazzo.checkpoint import (
     load,
     save,
 )
-from terrazzo.checkpoint.plan.sharded import ChunkedTensor, Viewer
+from terrazzo.checkpoint.plan.sharded import ChunkedTensor, ShardViews
 from terrazzo.checkpoint.run.background import background_of
 from terrazzo.checkpoint.run.staging import put_together, take_apart
 from terrazzo.errors import CheckpointError, UnsupportedValueError
@@ -319,7 +319,7 @@ def test_a_staged_tensor_is_its_boxes_and_their_elements(kind: AsyncCheckpointer
     assert len(sources) == 5 and skeleton.has_slots  # tied ones are copied once
     staged = put_together(skeleton, [source.clone() for source in sources])
     for before, after in ((state["cut"], staged["cut"]), (state["nested"][0]["cut"], staged["nested"][0]["cut"])):
-        chunks = Viewer().view("cut", after).chunks
+        chunks = ShardViews().view("cut", after).chunks
         assert [box for box, _ in chunks] == [box for box, _ in before.own_chunks()]
         assert all(box is mine for (box, _), (mine, _) in zip(chunks, before.own_chunks(), strict=True))
         assert all(torch.equal(data, mine) for (_, data), (_, mine) in zip(chunks, before.own_chunks(), strict=True))

@@ -16,7 +16,7 @@ from terrazzo.cli import app
 from terrazzo.cli.screen import OUT
 from terrazzo.engine.marks import Beat
 from terrazzo.launch.history import History
-from terrazzo.launch.live import Host, Live, Where
+from terrazzo.launch.live import Host, LiveFile, Pace
 from terrazzo.launch.recovery import Recovery
 
 
@@ -48,12 +48,12 @@ def run(tmp_path: Path) -> Path:
     history.started()
     history.went_on(Recovery(0.5, 1.0, 0.25, 0.5, 0.25))
     history.noted("rank 2 has made no step for 60 s")
-    live, now = Live(folder), time.time()
+    live, now = LiveFile(folder), time.time()
     for rank, loss in ((0, 2.0), (1, 3.0)):
         for beat in beats(rank, now - rank, 24 - 2 * rank, loss=loss):
             live.add(beat)
     live.write(now=True)
-    other = [Where(beats(2, now - 60, 3, loss=4.0)[1]), Where(beats(1, now - 90, 2, loss=9.0)[1])]
+    other = [Pace(beats(2, now - 60, 3, loss=4.0)[1]), Pace(beats(1, now - 90, 2, loss=9.0)[1])]
     (folder / "live-other.json").write_bytes(msgspec.json.encode(Host("other", now, other)))
     (folder / "live-broken.json").write_text("{")
     return folder

@@ -419,13 +419,13 @@ def results_are_there() -> None:
     torch.manual_seed(9)
     F.dropout(x, 0.5)
     there: list[bool] = []
-    original = generator_check._Watch._look
+    original = generator_check._Drawn._look
 
     def look(self: Any, started: Any) -> None:
         there.append(started.done())
         original(self, started)
 
-    generator_check._Watch._look = look  # type: ignore[method-assign]
+    generator_check._Drawn._look = look  # type: ignore[method-assign]
     seen = torch.zeros(1)
     try:
         while not seen:  # a busy machine's store may answer late; the test's own time limit ends this
@@ -434,7 +434,7 @@ def results_are_there() -> None:
             seen[0] = len(there)
             dist.all_reduce(seen, dist.ReduceOp.MIN)
     finally:
-        generator_check._Watch._look = original  # type: ignore[method-assign]
+        generator_check._Drawn._look = original  # type: ignore[method-assign]
     assert there and all(there)
 
 

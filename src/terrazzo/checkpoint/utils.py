@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, MetadataIndex
-from terrazzo.checkpoint.plan.sharded import Viewer, is_sharded
+from terrazzo.checkpoint.plan.sharded import ShardViews, is_sharded
 from terrazzo.errors import IndexMismatchError
 
 __all__ = ["find_state_dict_object", "find_tensor_shard"]
@@ -22,7 +22,7 @@ def find_tensor_shard(tensor: torch.Tensor, index: MetadataIndex) -> torch.Tenso
     if is_sharded(tensor):
         if index.offset is None:
             raise IndexMismatchError(f"FQN {index.fqn!r} is a distributed tensor, but no offset was provided")
-        for box, local in Viewer().view(index.fqn, tensor).chunks:
+        for box, local in ShardViews().view(index.fqn, tensor).chunks:
             if tuple(index.offset) == box.offsets:
                 return local
         raise IndexMismatchError(

@@ -22,7 +22,7 @@ from terrazzo.cli.screen import OUT, Json, errors, print_json, shown
 from terrazzo.errors import LaunchError
 from terrazzo.launch.config import read_run
 from terrazzo.launch.history import Happened, read_history
-from terrazzo.launch.live import Host, Where, read_live
+from terrazzo.launch.live import Host, Pace, read_live
 
 _EVERY = 1.0  # seconds
 _LATE = 5.0  # seconds without a step, and three steps of the others, after which a rank lags
@@ -109,7 +109,7 @@ def _state(history: Sequence[Happened], hosts: Sequence[Host]) -> str:
 
 def _of_ranks(hosts: Sequence[Host]) -> dict[str, Any]:
     found = [(host, where) for host in hosts for where in host.ranks]
-    newest: dict[int, tuple[Host, Where]] = {}  # a rank that is on another host now is in two files
+    newest: dict[int, tuple[Host, Pace]] = {}  # a rank that is on another host now is in two files
     for host, where in sorted(found, key=lambda each: each[1].beat.at):
         newest[where.beat.rank] = host, where
     if not newest:

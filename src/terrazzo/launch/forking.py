@@ -60,7 +60,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-class _Noting(type(os.environ)):  # type: ignore[misc]
+class _Noting(type(os.environ)):  # type: ignore[misc]  # a class that has no name in os
     """An environment that notes which of its variables were read."""
 
     read: set[str] = set()
@@ -70,7 +70,7 @@ class _Noting(type(os.environ)):  # type: ignore[misc]
         return super().__getitem__(key)
 
 
-class Spare:
+class ForkServer:
     """Imports, and forks."""
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ def run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    spare = Spare()
+    server = ForkServer()
     with socket.socket(fileno=int(sys.argv[1])) as _connection:
-        _request = spare.serve(_connection)
-    run(spare.become(*_request))
+        _request = server.serve(_connection)
+    run(server.become(*_request))

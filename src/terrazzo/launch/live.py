@@ -24,7 +24,7 @@ _EVERY: Final = 2.0  # seconds between two writes
 _SPAN: Final = 30.0  # seconds over which a rate is measured
 
 
-class Where(msgspec.Struct, frozen=True):
+class Pace(msgspec.Struct, frozen=True):
     """A rank's last step, and what it does in a second, as far as that is known."""
 
     beat: Beat
@@ -44,10 +44,10 @@ class Host(msgspec.Struct, frozen=True):
 
     host: str
     at: float
-    ranks: list[Where]
+    ranks: list[Pace]
 
 
-def rates(beats: deque[Beat]) -> Where:
+def rates(beats: deque[Beat]) -> Pace:
     """A rank's last beat, and how far it came in a second since the first of these.
 
     >>> where = rates(deque([Beat(3, 10.0, 0, 7, samples=24), Beat(7, 12.0, 0, 7, samples=56)]))
@@ -60,10 +60,10 @@ def rates(beats: deque[Beat]) -> Where:
     def rate(before: float | None, after: float | None) -> float | None:
         return None if before is None or after is None or seconds <= 0 else (after - before) / seconds
 
-    return Where(last, rate(first.step, last.step), rate(first.samples, last.samples), rate(first.tokens, last.tokens))
+    return Pace(last, rate(first.step, last.step), rate(first.samples, last.samples), rate(first.tokens, last.tokens))
 
 
-class Live:
+class LiveFile:
     """Writes the file of this host."""
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:

@@ -29,7 +29,7 @@ import msgspec
 
 from terrazzo._torch.launching import Process
 from terrazzo.engine.marks import BEATS, FILE, IMPORTED, Beat, Imported, Mark, read_marks, start_of
-from terrazzo.launch.live import Live
+from terrazzo.launch.live import LiveFile
 from terrazzo.launch.spare import Spare
 
 PATIENCE: Final = 5.0
@@ -102,7 +102,7 @@ class HostRanks:
         self._tell, self._say = tell, say
         self._spare = Spare(say) if spare else None
         self._stuck_after = stuck_after
-        self._live = Live(folder)
+        self._live = LiveFile(folder)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="terrazzo-ranks", daemon=True)
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ from torch import nn
 
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
 from terrazzo.checkpoint.native.merging import refuse_gaps
-from terrazzo.checkpoint.plan.sharded import ShardView, Viewer, check_storable, is_sharded, local_chunks
+from terrazzo.checkpoint.plan.sharded import ShardView, ShardViews, check_storable, is_sharded, local_chunks
 from terrazzo.checkpoint.state_dict.names import state_of
 from terrazzo.errors import CheckpointError, DivergentValueError, PublishError, UnsupportedValueError
 from terrazzo.layout import Box
@@ -92,7 +92,7 @@ def parts_of(model: nn.Module | Mapping[str, torch.Tensor], rename: RenameLike |
     by_model: dict[str, list[LinkLike]] = {name: [] for name in shapes}
     for link in _Same().links(shapes) if rename is None else rename.links(shapes):
         by_model[link.model].append(link)
-    viewer = Viewer()
+    viewer = ShardViews()
     infos: dict[str, TensorInfo] = {}
     parts: list[ModelPart] = []
     aliases: dict[str, str] = {}

@@ -31,7 +31,7 @@ EVERY = 256
 _SEEDS = 64  # the most seeds that are remembered
 
 
-class _Watch:
+class _Drawn:
     """Compares the draws of one set of ranks."""
 
     def __init__(self, comparison: Comparison, limit: float) -> None:
@@ -74,8 +74,8 @@ class _Watch:
 
 
 # By default process group and ranks, and again by mesh for faster look-up. None: there are no other ranks.
-_by_ranks: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], _Watch]] = weakref.WeakKeyDictionary()
-_by_mesh: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[ProcessGroup], _Watch | None]] = weakref.WeakKeyDictionary()
+_by_ranks: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], _Drawn]] = weakref.WeakKeyDictionary()
+_by_mesh: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[ProcessGroup], _Drawn | None]] = weakref.WeakKeyDictionary()
 
 
 def check_generators(mesh: Any, key: int, shape: tuple[int, ...], generator: torch.Generator | None) -> None:
@@ -83,19 +83,19 @@ def check_generators(mesh: Any, key: int, shape: tuple[int, ...], generator: tor
     group = default_group()
     known = _by_mesh.get(mesh)
     if known is None or known[0]() is not group:
-        known = _by_mesh[mesh] = weakref.ref(group), _watch(mesh, group)
+        known = _by_mesh[mesh] = weakref.ref(group), _check_of(mesh, group)
     if known[1] is not None:
         seed = (torch.default_generator if generator is None else generator).initial_seed()
         known[1].drew(key, shape, seed)
 
 
-def _watch(mesh: Any, group: ProcessGroup) -> _Watch | None:
+def _check_of(mesh: Any, group: ProcessGroup) -> _Drawn | None:
     if mesh.get_coordinate() is None or mesh.size() == 1 or is_simulated(group):
         return None
     with real_values():
         ranks = tuple(mesh.mesh.flatten().tolist())
-    watches = _by_ranks.setdefault(group, {})
-    if ranks not in watches:
+    known = _by_ranks.setdefault(group, {})
+    if ranks not in known:
         limit = time_limit(axis_of(mesh, next(d for d in range(mesh.ndim) if mesh.size(d) > 1)))
-        watches[ranks] = _Watch(Comparison.among(ranks, "random"), limit.total_seconds())
-    return watches[ranks]
+        known[ranks] = _Drawn(Comparison.among(ranks, "random"), limit.total_seconds())
+    return known[ranks]

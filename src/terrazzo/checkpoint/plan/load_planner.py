@@ -30,7 +30,7 @@ from terrazzo.checkpoint.native.memory import fault_of
 from terrazzo.checkpoint.native.objects import value_of
 from terrazzo.checkpoint.native.rows import ReadPlan, Target
 from terrazzo.checkpoint.plan.flatten import PerRank, check_names, flatten_state_dict, name_on_rank, set_element
-from terrazzo.checkpoint.plan.sharded import Viewer, global_size, is_sharded, plain_chunk
+from terrazzo.checkpoint.plan.sharded import ShardViews, global_size, is_sharded, plain_chunk
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.torch_api.items import items_of, value_item
 from terrazzo.errors import CheckpointError, CheckpointMismatchError, TerrazzoError, UnsupportedValueError
@@ -148,7 +148,7 @@ class DefaultLoadPlanner(LoadPlanner):
         mismatched: list[str] = []
         targets: list[Target] = []
         values: list[tuple[str, str]] = []
-        viewer = Viewer()
+        viewer = ShardViews()
         # By the box and the entry themselves (kept, so that their ids stay theirs), which tensors that are alike share.
         known: dict[tuple[int, int], tuple[tuple[Overlap, ...], Box, Any]] = {}
         name, value = "", None
@@ -307,7 +307,7 @@ def _device() -> torch.device:
     return torch.device("cpu")
 
 
-def _chunks_of(name: str, value: Any, viewer: Viewer, sharded: bool) -> Sequence[tuple[Box, torch.Tensor]]:
+def _chunks_of(name: str, value: Any, viewer: ShardViews, sharded: bool) -> Sequence[tuple[Box, torch.Tensor]]:
     """This rank's boxes of a tensor, and its memory for each."""
     if not sharded:
         return (plain_chunk(name, value),)

@@ -43,7 +43,7 @@ from terrazzo.checkpoint.plan.ownership import Agreement, Claim, digests_of_tens
 from terrazzo.checkpoint.plan.sharded import (
     OWN_MEMORY,
     Holders,
-    Viewer,
+    ShardViews,
     check_storable,
     is_sharded,
     local_chunks,
@@ -217,7 +217,7 @@ class DefaultSavePlanner(SavePlanner):
     def _all_held(self) -> tuple[list[Row], dict[str, tuple[Any, ...]] | None]:
         """Everything that this rank could write, each with its number as its key; and the paths of all names."""
         self._translated = {}
-        viewer = Viewer()
+        viewer = ShardViews()
         forms: dict[tuple[int, torch.dtype, bool], Form] = {}
         form: Form | None = None
         at: dict[int, int] = {}  # by address: the first chunk that is there
@@ -267,7 +267,7 @@ class DefaultSavePlanner(SavePlanner):
         return rows, paths or None
 
     def _seen(
-        self, name: str, value: Any, viewer: Viewer, own: bool, sharded: bool
+        self, name: str, value: Any, viewer: ShardViews, own: bool, sharded: bool
     ) -> tuple[torch.Size, Sequence[tuple[Box, torch.Tensor]], tuple[int, ...] | None]:
         """A tensor's shape, this rank's chunks of it, and the ranks of the group that hold the same."""
         only = viewer.only_chunk(name, value) if sharded else None

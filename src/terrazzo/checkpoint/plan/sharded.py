@@ -31,7 +31,7 @@ __all__ = [
     "OWN_MEMORY",
     "Holders",
     "ShardView",
-    "Viewer",
+    "ShardViews",
     "check_storable",
     "flatten_sharded_tensors",
     "global_size",
@@ -79,7 +79,7 @@ def _is_sharded_type(kind: type[Any]) -> bool:
     return hasattr(kind, "__create_chunk_list__") or _is_sharded_tensor(kind)
 
 
-class Viewer:
+class ShardViews:
     """Makes views, and caches what all tensors of one mesh, placements and shape share."""
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ def _whole(shape: torch.Size) -> Box:
 
 
 def check_storable(value: Any) -> None:
-    """Raise for tensors whose elements are not plain strided memory. A `Viewer` checks those of sharded tensors."""
+    """Raise for tensors whose elements are not plain strided memory. A `ShardViews` checks those of sharded tensors."""
     dtype_name(value.dtype)
     if not is_sharded(value):
         fault = fault_of(value)
@@ -268,8 +268,8 @@ def check_storable(value: Any) -> None:
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A copy of the state dict.
 
-    PyTorch's planners rewrite sharded tensors of sharded tensors at this point. Here a `Viewer` handles them, and this
-    function remains for planners that call it.
+    PyTorch's planners rewrite sharded tensors of sharded tensors at this point. Here a `ShardViews` handles them, and
+    this function remains for planners that call it.
     """
     return dict(state_dict)
 

@@ -26,7 +26,7 @@ from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
 from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.objects import encode
 from terrazzo.checkpoint.plan.flatten import PerRank, walking
-from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, OfChunks, Viewer, check_storable, is_sharded
+from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, OfChunks, ShardViews, check_storable, is_sharded
 from terrazzo.checkpoint.run.device_copies import ThisAccelerator, copy_from_devices
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
@@ -299,7 +299,7 @@ def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[S
     memory = skeleton.memory
     sources: list[torch.Tensor] = []
     at: dict[int, int] = {}  # by address: tied weights are copied once
-    viewer = Viewer()
+    viewer = ShardViews()
 
     def keep(tensor: torch.Tensor) -> int:
         number = len(sources)

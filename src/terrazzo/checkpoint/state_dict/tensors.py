@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo._torch.groups import default_group, device_types
-from terrazzo.checkpoint.plan.sharded import Viewer
+from terrazzo.checkpoint.plan.sharded import ShardViews
 from terrazzo.errors import CheckpointError, CheckpointMismatchError
 
 
@@ -81,7 +81,7 @@ def write_full(target: torch.Tensor, whole: torch.Tensor, name: str) -> None:
     if not is_distributed(target):
         target.copy_(whole)
         return
-    for box, part in Viewer().view(name, target).chunks:
+    for box, part in ShardViews().view(name, target).chunks:
         part.copy_(whole[box.slices()])
 
 

@@ -45,16 +45,16 @@ def runs_of(groups: Iterable[Group]) -> list[tuple[Group, ...]]:
     are units of their own."""
     found: list[list[Group]] = []
     last: list[Group] = []  # the run to which the next group may be added
-    kin: tuple[object, ...] | None = None
+    alike: tuple[object, ...] | None = None
     taken = 0
     for group in groups:
         if group.params:
-            own, nbytes = None if group.options.apart else _kin_of(group), _bytes_of(group)
-            if own is not None and own == kin and taken + nbytes <= group.options.coalesce_bytes:
+            own, nbytes = None if group.options.apart else _likeness_of(group), _bytes_of(group)
+            if own is not None and own == alike and taken + nbytes <= group.options.coalesce_bytes:
                 last.append(group)
                 taken += nbytes
                 continue
-            last, kin, taken = [group], own, nbytes
+            last, alike, taken = [group], own, nbytes
             found.append(last)
         else:
             found.append([group])
@@ -63,11 +63,11 @@ def runs_of(groups: Iterable[Group]) -> list[tuple[Group, ...]]:
 
 def differ(groups: Iterable[Group]) -> bool:
     """Whether the settings of groups have changed, so that they cannot share a unit."""
-    kin = [_kin_of(group) for group in groups]
-    return len(kin) > 1 and (None in kin or len(set(kin)) > 1)
+    found = [_likeness_of(group) for group in groups]
+    return len(found) > 1 and (None in found or len(set(found)) > 1)
 
 
-def _kin_of(group: Group) -> tuple[object, ...] | None:
+def _likeness_of(group: Group) -> tuple[object, ...] | None:
     """Groups with equal values may share a unit; None: this one shares with none."""
     settings, options = group.settings, group.options
     mesh = settings.mesh

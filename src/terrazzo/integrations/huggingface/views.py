@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.plan.sharded import ChunkedTensor, Holders, ShardView, Viewer, local_chunks
+from terrazzo.checkpoint.plan.sharded import ChunkedTensor, Holders, ShardView, ShardViews, local_chunks
 from terrazzo.integrations.huggingface.rename import Link, file_shape
 from terrazzo.layout.box import Box
 
@@ -18,7 +18,7 @@ def views_of(links: Sequence[Link], tensors: Mapping[str, torch.Tensor]) -> dict
     by_file: dict[str, list[Link]] = {}
     for link in links:
         by_file.setdefault(link.file, []).append(link)
-    viewer = Viewer()
+    viewer = ShardViews()
     seen: dict[str, ShardView] = {}
     views: dict[str, Any] = {}
     for file, parts in by_file.items():
