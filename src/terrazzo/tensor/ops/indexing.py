@@ -27,6 +27,7 @@ from terrazzo.tensor.dtensor import DTensor, run_again, wrap
 from terrazzo.tensor.indices import MASKS, as_tuple, consumes, expanded, is_basic, is_mask, normal
 from terrazzo.tensor.ops.questions import check_bounds
 from terrazzo.tensor.ops.table import handler, rule
+from terrazzo.tensor.ops.views import dims_of_view
 from terrazzo.tensor.redistribute import redistribute_local
 from terrazzo.tensor.strides import check_no_overlap, with_strides_of
 
@@ -54,42 +55,15 @@ def getitem(call: Call, input: Operand, index: Any) -> Spec | None:
         return _by_integers(input, items)
     if isinstance(index, list) or not is_basic(items) or sum(i is Ellipsis for i in items) > 1:
         return None
-    ins: list[int | None] = [None] * input.ndim
-    out: list[int | None] = []
-    shape: list[int] = []
-    d = 0
-    for i in expanded(items, input.ndim):
-        if i is None:
-            out.append(None)
-            shape.append(1)
-            continue
-        n = input.shape[d]
-        if isinstance(i, slice):
-            if i.step is not None and i.step <= 0:
-                return None
-            start, stop, step = i.indices(n)
-            length = len(range(start, stop, step))
-            whole = length == n and step == 1
-            ins[d] = d if whole else None
-            out.append(ins[d])
-            shape.append(length)
-        elif not -n <= i < n:
-            raise IndexError(f"index {i} is out of bounds for dimension {d} with size {n}")
-        d += 1
-    # A sharded dim stays sharded only if the index takes it whole. Its slice may have global bounds, which would be
-    # wrong for the local tensor, so it is replaced by a full slice.
-    local_index = tuple(
-        slice(None) if isinstance(i, slice) and ins[k] is not None else i for i, k in _with_dims(items, input.ndim)
-    )
-    return Spec(
-        [tuple(ins)],
-        [tuple(out)],
-        [tuple(shape)],
-        linear=[(0,)],
-        moves_only=True,
-        is_view=True,
-        localize=lambda chosen: OneArgument(operator.getitem, local_index),
-    )
+    spec = dims_of_view(call)
+    if spec is not None:
+        # A slice that takes all of a sharded dim may have global bounds, which would be wrong for the local tensor.
+        kept = spec.ins[0]
+        local_index = tuple(
+            slice(None) if isinstance(i, slice) and kept[d] is not None else i for i, d in _with_dims(items, input.ndim)
+        )
+        spec.localize = lambda chosen: OneArgument(operator.getitem, local_index)
+    return spec
 
 
 def _with_dims(items: Sequence[Any], ndim: int) -> list[tuple[Any, int]]:

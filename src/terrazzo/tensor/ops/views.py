@@ -9,18 +9,19 @@ Of `view(dtype)` the number of elements depends on the old dtype, and plans do n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
 
+from terrazzo._torch.dispatching import unseen_by_modes
 from terrazzo._torch.tensors import is_one_of_several_views, is_view
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
 from terrazzo.tensor.copied_view import CopiedView, mark_alias
 from terrazzo.tensor.dispatch.outside_mesh import not_known
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec, within
+from terrazzo.tensor.dispatch.structure import on_stand_ins
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.strides import (
@@ -64,21 +65,6 @@ def moved(
         is_view=True,
         keeps_terms=keeps_terms,
     )
-
-
-def _sizes(args: Sequence[Any]) -> tuple[int, ...] | None:
-    sizes = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-    return tuple(sizes) if all(isinstance(s, int) for s in sizes) else None
-
-
-def resolve_shape(shape: Sequence[int], numel: int) -> tuple[int, ...] | None:
-    """`shape` with its one -1 filled in; None when it cannot hold `numel` elements."""
-    holes = [i for i, n in enumerate(shape) if n == -1]
-    known = prod(n for n in shape if n != -1)
-    if len(holes) > 1 or (holes and (known == 0 or numel % known)):
-        return None
-    result = [numel // known if n == -1 else n for n in shape]
-    return tuple(result) if prod(result) == numel else None
 
 
 _VIEWS_ONLY = frozenset(["view", "unflatten"])
@@ -136,37 +122,27 @@ def _thin_reshape(
     return run
 
 
-@rule("view", "reshape", "_unsafe_view", "_reshape_alias", "_view_copy", "view_copy")
-def view(call: Call, input: Operand, *shape: Any, **kwargs: Any) -> Spec | None:
-    if kwargs or not shape or isinstance(shape[0], torch.dtype):
+@rule("view", "reshape", "_unsafe_view", "_reshape_alias", "_view_copy", "view_copy", "flatten", "unflatten")
+def view(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
+    if len(call.operands) != 1 or any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         return None
-    sizes = _sizes(shape[:1]) if call.name == "_reshape_alias" else _sizes(shape)
-    resolved = None if sizes is None else resolve_shape(sizes, input.numel)
-    return None if resolved is None else reshape_spec(call, input, resolved)
-
-
-@rule("flatten")
-def flatten(call: Call, input: Operand, start_dim: int = 0, end_dim: int = -1) -> Spec | None:
-    if not isinstance(start_dim, int) or not isinstance(end_dim, int):
-        return None
-    if input.ndim == 0:
-        return reshape_spec(call, input, (1,))
-    start, end = norm_dim(start_dim, input.ndim), norm_dim(end_dim, input.ndim)
-    if start > end:
-        return None
-    if start == end:  # C++ returns its argument
+    (input,) = call.operands
+    whole = torch.empty(input.shape, device="meta")
+    result = _without_data(call, whole)
+    if result is whole:  # C++ returns its argument, in flatten
         return within(input, linear=[(0,)], moves_only=True, localize=lambda chosen: _itself)
-    shape = (*input.shape[:start], prod(input.shape[start : end + 1]), *input.shape[end + 1 :])
-    return reshape_spec(call, input, shape)
+    return reshape_spec(call, input, tuple(result.shape))
 
 
-@rule("unflatten")
-def unflatten(call: Call, input: Operand, dim: int, sizes: Sequence[int]) -> Spec | None:
-    if not isinstance(dim, int) or not input.ndim:
-        return None
-    dim = norm_dim(dim, input.ndim)
-    inner = resolve_shape(tuple(sizes), input.shape[dim])
-    return None if inner is None else reshape_spec(call, input, (*input.shape[:dim], *inner, *input.shape[dim + 1 :]))
+def _without_data(call: Call, input: torch.Tensor) -> Any:
+    """What the function makes of a tensor on the meta device in the place of its operand; raises its own errors."""
+    with unseen_by_modes():
+        return on_stand_ins(call.func, call.args, call.kwargs, [call.operands[0].path], [input])
+
+
+def _itself(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+    same: torch.Tensor = loc[0]
+    return same
 
 
 @decomposition("ravel")
@@ -175,84 +151,85 @@ def ravel(input: Any) -> Any:
     return input.contiguous().view(-1)
 
 
-def _reordered(input: Operand, order: Sequence[int]) -> Spec:
-    """The spec of `input` with its dims in this order."""
-    return moved(input, order, [input.shape[d] for d in order])
+_STEPS = [n for n in range(23, 400) if all(n % k for k in range(2, 20))]
+"""Primes: strides of which no other is a multiple, or the sum of two. There are more than a tensor may have dims."""
 
 
-@rule("t", "numpy_T", "mT", "adjoint", "H", "mH")
-def t(call: Call, input: Operand) -> Spec | None:
-    order = list(range(input.ndim))
-    if call.name in ("mT", "adjoint", "mH") and input.ndim > 1:
-        order[-2:] = [order[-1], order[-2]]
-    elif call.name == "numpy_T" or input.ndim == 2:
-        order.reverse()
-    elif input.ndim > 2:
+def dims_of_view(call: Call, localize: Callable[[Chosen], LocalFunction] | None = None) -> Spec | None:
+    """The spec of a view, or of several, read from the strides that the function gives a tensor without data.
+
+    A dim of the result that has stride and size of one of the tensor's is that dim. Of a result that is the whole
+    tensor each rank takes all of its part, whatever sizes the arguments say.
+    """
+    if len(call.operands) != 1:
         return None
-    return _reordered(input, order)
+    (input,) = call.operands
+    strides = _STEPS[: input.ndim]
+    found = _without_data(call, torch.empty_strided(input.shape, strides, device="meta"))
+    results = [found] if isinstance(found, torch.Tensor) else list(found)
+    sources = dict(zip(zip(strides, input.shape, strict=True), range(input.ndim), strict=True))
+    outs: list[list[int | None]] = []
+    for result in results:
+        dims = list(map(sources.get, zip(result.stride(), result.shape, strict=True)))
+        for i, d in enumerate(dims[:-1]):  # a new dim of size 1 may have the stride of one of size 1 that follows it
+            if d in dims[i + 1 :]:
+                dims[i] = None
+        outs.append(dims)
+    kept = set(range(input.ndim)).intersection(*outs)
+    if isinstance(found, torch.Tensor) and outs[0] == list(range(input.ndim)):
+        localize = _identity
+    return Spec(
+        [tuple([d if d in kept else None for d in range(input.ndim)])],
+        [tuple([d if d in kept else None for d in dims]) for dims in outs],
+        [tuple(result.shape) for result in results],
+        linear=[(0,)],
+        moves_only=True,
+        localize=localize,
+        is_view=True,
+    )
 
 
-@rule("transpose")
-def transpose(call: Call, input: Operand, dim0: int, dim1: int) -> Spec | None:
-    if not isinstance(dim0, int) or not isinstance(dim1, int):
-        return None
-    order = list(range(input.ndim))
-    if order:
-        a, b = norm_dim(dim0, input.ndim), norm_dim(dim1, input.ndim)
-        order[a], order[b] = b, a
-    return _reordered(input, order)
+def _identity(chosen: Chosen) -> LocalFunction:
+    return lambda func, loc, kw: loc[0].view(loc[0].shape)
 
 
-@rule("permute")
-def permute(call: Call, input: Operand, *dims: Any) -> Spec | None:
-    order = _sizes(dims)
-    if order is None or len(order) != input.ndim:
-        return None
-    order = tuple(norm_dim(d, input.ndim) for d in order)
-    return _reordered(input, order)
-
-
-@rule("movedim")
-def movedim(call: Call, input: Operand, source: Any, destination: Any) -> Spec | None:
-    src = [norm_dim(d, input.ndim) for d in ([source] if isinstance(source, int) else source)]
-    dst = [norm_dim(d, input.ndim) for d in ([destination] if isinstance(destination, int) else destination)]
-    rest = iter([d for d in range(input.ndim) if d not in src])
-    placed = dict(zip(dst, src, strict=True))
-    order = [placed[i] if i in placed else next(rest) for i in range(input.ndim)]
-    return _reordered(input, order)
-
-
-@rule("unsqueeze")
-def unsqueeze(call: Call, input: Operand, dim: int) -> Spec | None:
-    if not isinstance(dim, int):
-        return None
-    dim = norm_dim(dim, input.ndim + 1)
-    out: list[int | None] = list(range(input.ndim))
-    out.insert(dim, None)
-    shape = list(input.shape)
-    shape.insert(dim, 1)
-    return moved(input, out, shape)
+@rule(
+    *("t", "numpy_T", "mT", "adjoint", "H", "mH", "transpose", "permute", "movedim", "unsqueeze", "diagonal"),
+    *("linalg_diagonal", "select", "narrow", "slice", "unbind"),
+)
+def view_of_dims(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
+    return dims_of_view(call)
 
 
 @rule("squeeze")
-def squeeze(call: Call, input: Operand, dim: Any = None) -> Spec | None:
-    if dim is None:
-        gone = [d for d, n in enumerate(input.shape) if n == 1]
-    else:
-        named = [norm_dim(d, input.ndim) for d in ([dim] if isinstance(dim, int) else dim)]
-        if len(set(named)) < len(named):
-            return None  # an error, which the function itself raises
-        gone = [d for d in named if input.ndim and input.shape[d] == 1]
-    kept = [d for d in range(input.ndim) if d not in gone]
+def squeeze(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
+    """By global sizes: a dim of which this rank happens to hold one row must stay."""
+    spec = dims_of_view(call)
+    if spec is not None and spec.localize is None:
+        gone = [d for d, kept in enumerate(spec.ins[0]) if kept is None]
+        spec.localize = lambda chosen: OneArgument(torch.squeeze, gone)
+    return spec
+
+
+@rule("expand", "broadcast_to")
+def expand(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
+    return dims_of_view(call, lambda chosen: OneArgument(torch.Tensor.expand, tuple(chosen.outs[0].local_shape)))
+
+
+@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "chunk", "unsafe_chunk")
+def split(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
+    spec = dims_of_view(call, _as_views(call.name))
+    if spec is None or len(spec.outs) != 1:
+        return spec
+    one = torch.unsafe_chunk if call.name.startswith("unsafe_") else torch.chunk  # the sizes given are global ones
+    as_views = _as_views(one.__name__)
 
     def localize(chosen: Chosen) -> LocalFunction:
-        # Squeezed by global sizes: a dim of which this rank happens to hold one row must stay.
-        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-            return torch.squeeze(loc[0], gone)
+        whole = as_views(chosen) if as_views else lambda func, loc, kw: func(*loc)
+        return lambda func, loc, kw: whole(one, [loc[0], 1], {})
 
-        return run
-
-    return moved(input, kept, [input.shape[d] for d in kept], localize=localize)
+    spec.localize = localize
+    return spec
 
 
 @rule("view_as_complex")
@@ -280,23 +257,6 @@ def view_as_complex(call: Call, input: Operand) -> Spec | None:
 def view_as_real(call: Call, input: Operand) -> Spec:
     # Twice as many elements of half the size, so terms of sums may pass; those of products would mix the parts.
     return moved(input, [*range(input.ndim), None], [*input.shape, 2], keeps_terms=True, moves_only=False)
-
-
-@rule("diagonal", "linalg_diagonal")
-def diagonal(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    """Two dims become a new last one."""
-    ends = {"dim1": -2, "dim2": -1} if call.name == "linalg_diagonal" else {"dim1": 0, "dim2": 1}
-    given = {"offset": 0} | ends | dict(zip(("offset", "dim1", "dim2"), args, strict=False)) | dict(kwargs)
-    if input.ndim < 2 or len(given) > 3 or not all(isinstance(v, int) for v in given.values()):
-        return None
-    offset = given["offset"]
-    first, second = norm_dim(given["dim1"], input.ndim), norm_dim(given["dim2"], input.ndim)
-    if first == second:
-        return None
-    rows, columns = input.shape[first], input.shape[second]
-    length = max(0, min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns))
-    kept = [d for d in range(input.ndim) if d not in (first, second)]
-    return moved(input, [*kept, None], [*[input.shape[d] for d in kept], length])
 
 
 @rule("select_scatter", "slice_scatter")
@@ -330,91 +290,6 @@ def diag_embed(call: Call, input: Operand, offset: int = 0, dim1: int = -2, dim2
     return Spec([ins], [out], [shape], linear=[(0,)], moves_only=True)
 
 
-@rule("expand", "broadcast_to")
-def expand(call: Call, input: Operand, *sizes: Any, implicit: bool = False) -> Spec | None:
-    target = _sizes(sizes)
-    if target is None or len(target) < input.ndim:
-        return None
-    shift = len(target) - input.ndim
-    out: list[int | None] = [None] * len(target)
-    shape = list(target)
-    for d, n in enumerate(input.shape):
-        if target[d + shift] in (-1, n):
-            out[d + shift] = d
-            shape[d + shift] = n
-        elif n != 1:
-            return None
-    if -1 in shape:
-        return None
-
-    def localize(chosen: Chosen) -> LocalFunction:
-        return OneArgument(torch.Tensor.expand, tuple(chosen.outs[0].local_shape))
-
-    return moved(input, out, shape, localize=localize)
-
-
-@rule("select")
-def select(call: Call, input: Operand, dim: int, index: int) -> Spec | None:
-    if not isinstance(dim, int) or not isinstance(index, int) or not input.ndim:
-        return None
-    dim = norm_dim(dim, input.ndim)
-    if not -input.shape[dim] <= index < input.shape[dim]:
-        return None
-    out = [d for d in range(input.ndim) if d != dim]
-    return moved(input, out, [input.shape[d] for d in out])
-
-
-@rule("narrow")
-def narrow(call: Call, input: Operand, dim: int, start: int, length: int) -> Spec | None:
-    if not all(isinstance(v, int) for v in (dim, start, length)) or not input.ndim:
-        return None
-    dim = norm_dim(dim, input.ndim)
-    start = start + input.shape[dim] if start < 0 else start
-    if not 0 <= start <= input.shape[dim] or length < 0 or start + length > input.shape[dim]:
-        return None
-    return _cut(input, dim, start, start + length, 1)
-
-
-@rule("slice")
-def slice_(call: Call, input: Operand, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Spec | None:
-    if not all(v is None or isinstance(v, int) for v in (dim, start, end, step)) or not input.ndim:
-        return None
-    dim = norm_dim(dim, input.ndim)
-    first, stop, stride = slice(start, end, step).indices(input.shape[dim])
-    return _cut(input, dim, first, max(first, stop), stride)
-
-
-def _cut(input: Operand, dim: int, start: int, stop: int, step: int) -> Spec:
-    length = len(range(start, stop, step))
-    shape = [length if d == dim else n for d, n in enumerate(input.shape)]
-    if length == input.shape[dim] and step == 1:
-        return moved(input, range(input.ndim), shape, localize=_identity)
-    out = [None if d == dim else d for d in range(input.ndim)]
-    return moved(input, out, shape)
-
-
-def _itself(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-    same: torch.Tensor = loc[0]
-    return same
-
-
-def _identity(chosen: Chosen) -> LocalFunction:
-    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-        result: torch.Tensor = loc[0].view(loc[0].shape)
-        return result
-
-    return run
-
-
-def _parts(
-    input: Operand, dim: int, sizes: Sequence[int], localize: Callable[[Chosen], LocalFunction] | None = None
-) -> Spec:
-    """Several views, one after another along `dim`."""
-    dims: Dims = tuple(None if d == dim else d for d in range(input.ndim))
-    shapes = [tuple(n if d == dim else m for d, m in enumerate(input.shape)) for n in sizes]
-    return Spec([dims], [dims] * len(shapes), shapes, linear=[(0,)], moves_only=True, is_view=True, localize=localize)
-
-
 def _as_views(name: str) -> Callable[[Chosen], LocalFunction] | None:
     """For `unsafe_split` and the like, whose parts have their own version counters in C++: without autograd they share
     the input's, so that a write to one part is noticed by a copied view of another."""
@@ -437,33 +312,6 @@ def _as_views(name: str) -> Callable[[Chosen], LocalFunction] | None:
     return lambda chosen: run
 
 
-@rule("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
-def split(call: Call, input: Operand, split_size: Any, dim: int = 0) -> Spec | None:
-    if not isinstance(dim, int) or not input.ndim:
-        return None
-    dim = norm_dim(dim, input.ndim)
-    n = input.shape[dim]
-    if isinstance(split_size, int):
-        if split_size <= 0:
-            return None
-        sizes = [min(split_size, n - i) for i in range(0, n, split_size)] or [0]
-    else:
-        sizes = list(split_size)
-    return _parts(input, dim, sizes, _as_views(call.name))
-
-
-@rule("chunk", "unsafe_chunk")
-def chunk(call: Call, input: Operand, chunks: int, dim: int = 0) -> Spec | None:
-    if not isinstance(chunks, int) or chunks <= 0 or not input.ndim:
-        return None
-    dim = norm_dim(dim, input.ndim)
-    n = input.shape[dim]
-    step = -(-n // chunks)
-    if n == 0:
-        return None
-    return _parts(input, dim, [min(step, n - i) for i in range(0, n, step)], _as_views(call.name))
-
-
 def _split_by_values(input: Any, indices_or_sections: Any = None, dim: int = 0, **named: Any) -> Any:
     """If the split points are a tensor, every rank needs their values."""
     cuts = named.get("tensor_indices_or_sections", indices_or_sections)
@@ -475,46 +323,8 @@ def _split_by_values(input: Any, indices_or_sections: Any = None, dim: int = 0, 
 
 
 @rule("tensor_split", otherwise=_split_by_values, takes_plain=lambda cuts: True)
-def tensor_split(
-    call: Call, input: Operand, indices_or_sections: Any = None, dim: int = 0, *, indices: Any = None,
-    sections: Any = None,
-) -> Spec | None:  # fmt: skip
-    cuts = next((c for c in (indices_or_sections, indices, sections) if c is not None), None)
-    if not input.ndim or not isinstance(dim, int) or not isinstance(cuts, (int, list, tuple)):
-        return None
-    d = norm_dim(dim, input.ndim)
-    n = input.shape[d]
-    if isinstance(cuts, int):
-        if cuts <= 0:
-            return None
-        small, longer = divmod(n, cuts)
-        stops = list(accumulate(small + (i < longer) for i in range(cuts)))
-        bounds = list(zip([0, *stops], stops, strict=False))
-    elif all(isinstance(c, int) for c in cuts):
-        places = [slice(None, c).indices(n)[1] for c in cuts]
-        bounds = [(min(a, n), max(a, b)) for a, b in zip([0, *places], [*places, n], strict=True)]
-    else:
-        return None
-    spec = _parts(input, d, [b - a for a, b in bounds])
-
-    def localize(chosen: Chosen) -> LocalFunction:
-        # `narrow`, as on one device: autograd forbids in-place writes to the results of `split`.
-        return lambda func, loc, kw: tuple(loc[0].narrow(d, a, b - a) for a, b in bounds)
-
-    spec.localize = localize
-    return spec
-
-
-@rule("unbind")
-def unbind(call: Call, input: Operand, dim: int = 0) -> Spec | None:
-    if not isinstance(dim, int) or not input.ndim:
-        return None
-    dim = norm_dim(dim, input.ndim)
-    kept = [d for d in range(input.ndim) if d != dim]
-    ins: Dims = tuple(None if d == dim else d for d in range(input.ndim))
-    shape = tuple(input.shape[d] for d in kept)
-    count = input.shape[dim]
-    return Spec([ins], [tuple(kept)] * count, [shape] * count, linear=[(0,)], moves_only=True, is_view=True)
+def tensor_split(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
+    return dims_of_view(call)
 
 
 @decomposition("as_strided")
