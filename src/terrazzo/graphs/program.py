@@ -42,7 +42,7 @@ from terrazzo.graphs.values import (
 from terrazzo.tensor import random
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.links import counts_as_replicated
-from terrazzo.tensor.ops.losses import parallel_loss
+from terrazzo.tensor.ops.cross_entropy import parallel_loss
 
 _BACKENDS = {"inductor": "terrazzo.graphs.inductor", "aot_eager": "terrazzo.graphs.joint"}
 _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))

@@ -7,6 +7,7 @@ from terrazzo.tensor.ops import (  # noqa: F401  (registering is what importing 
     composites,
     conv,
     creation,
+    cross_entropy,
     foreach,
     fourier,
     gather_scatter,

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from terrazzo._torch.checkpointing import carry
-from terrazzo._torch.dispatching import get_in_thread, set_in_thread
-from terrazzo.comm.axis import Axis, axis_of
+from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
 from terrazzo.tensor.dispatch.structure import on_one_element
-from terrazzo.tensor.ops.accumulate import axis_of_shards, rounded, sums_in_single, working_type
+from terrazzo.tensor.ops.accumulate import sums_in_single, working_type
 from terrazzo.tensor.ops.forms import place_of
-from terrazzo.tensor.ops.questions import check_bounds, is_sharded_along
-from terrazzo.tensor.ops.table import decomposition, rule
+from terrazzo.tensor.ops.questions import check_bounds
+from terrazzo.tensor.ops.table import rule
 
 F = torch.nn.functional
 _IGNORED = -100  # in the local targets: a sample that does not count here
-_REDUCTIONS = ("none", "mean", "sum")
+REDUCTIONS = ("none", "mean", "sum")
 
 
 @rule("nll_loss")
@@ -38,7 +35,7 @@ def nll_loss(
         or target.ndim != input.ndim - 1
     ):
         return None
-    if size_average is not None or reduce is not None or reduction not in _REDUCTIONS:
+    if size_average is not None or reduce is not None or reduction not in REDUCTIONS:
         return None
     if tuple(target.shape) != (input.shape[0], *input.shape[2:]) or not (weight is None or isinstance(weight, Operand)):
         return None
@@ -75,7 +72,7 @@ def _local_nll(chosen: Chosen, samples: Sequence[int], ignore_index: int, reduct
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
         named = dict(zip(("input", "target", "weight"), loc, strict=False)) | kw
-        x, wanted, weight = named["input"], _indices(named["target"]), named.get("weight")
+        x, wanted, weight = named["input"], indices(named["target"]), named.get("weight")
         check_bounds(wanted.masked_fill(wanted == ignore_index, 0), classes, "target")
         mine = (wanted >= first) & (wanted < first + count) & (wanted != ignore_index)
         local = torch.where(mine, wanted - first, _IGNORED)
@@ -101,167 +98,9 @@ def _local_nll(chosen: Chosen, samples: Sequence[int], ignore_index: int, reduct
     return run
 
 
-class ParallelLoss:
-    """Whether a thread is inside `loss_parallel`, and the function that computes the loss there."""
-
-    loss: Callable[..., Any]
-    _STATE = "terrazzo.tensor.loss_parallel"
-
-    def is_entered(self) -> bool:
-        """Whether this thread is inside."""
-        return bool(get_in_thread(self._STATE))
-
-    @contextmanager
-    def entered(self, value: bool) -> Iterator[None]:
-        """A block in which this thread is inside, or outside."""
-        outer = self.is_entered()
-        set_in_thread(self._STATE, value)
-        try:
-            yield
-        finally:
-            set_in_thread(self._STATE, outer)
-
-    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The loss of logits that stay sharded over the classes; plain targets are the same on every rank."""
-        return self.loss(*args, **kwargs) if func is F.cross_entropy else NotImplemented
-
-
-parallel_loss = ParallelLoss()
-carry(parallel_loss.is_entered, parallel_loss.entered)
-
-
-@rule("cross_entropy", "cross_entropy_loss", context=parallel_loss)
-def of_whole_rows(
-    call: Call, input: Operand, target: Operand, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
-    reduce: Any = None, reduction: Any = "mean", label_smoothing: float = 0.0,
-) -> Spec | None:  # fmt: skip
-    """Class indices, with all classes of a sample on one rank: each rank computes the losses of its own samples."""
-    if not isinstance(input, Operand) or not isinstance(target, Operand) or input.ndim < 2:
-        return None
-    if size_average is not None or reduce is not None or reduction not in _REDUCTIONS or call.kwargs:
-        return None
-    if is_sharded_along(input, (1,)) or not input.numel or not 0.0 <= label_smoothing <= 1.0:
-        return None
-    if tuple(target.shape) != (input.shape[0], *input.shape[2:]):
-        return None
-    samples = (0, *range(2, input.ndim))
-    ins: list[Dims] = [tuple(range(input.ndim)), samples]
-    if isinstance(weight, Operand):
-        ins.append((1,))
-    scalar = reduction != "none"
-
-    def losses(loc: list[Any], wanted: str) -> Any:
-        x, targets, weights = _three(loc)
-        return F.cross_entropy(
-            x, targets, weights, ignore_index=ignore_index, reduction=wanted, label_smoothing=label_smoothing
-        )
-
-    def mean_of(total: Any, loc: list[Any], across: Axis | None) -> Any:
-        """Divides by the total weight of the targets on all ranks."""
-        x, targets, weights = _three(loc)
-        counts = targets != ignore_index
-        work = working_type(x.dtype)
-        if weights is None:
-            share = counts.sum().to(work)
-        else:
-            share = (weights.detach()[targets.masked_fill(~counts, 0)] * counts).sum(dtype=work)
-        return total / (share if across is None else all_reduce(share, across))
-
-    def localize(chosen: Chosen) -> LocalFunction | None:
-        across = axis_of_shards(chosen)
-        if reduction != "mean" or across is None:
-            return lambda func, loc, kw: func(*loc)
-        return lambda func, loc, kw: mean_of(losses(loc, "sum"), loc, across)
-
-    def in_single(chosen: Chosen) -> LocalFunction:
-        across = axis_of_shards(chosen)
-
-        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
-            total = losses(loc, "none").sum(dtype=torch.float32)
-            return mean_of(total, loc, across) if reduction == "mean" else total
-
-        return run
-
-    return Spec(
-        ins,
-        [() if scalar else samples],
-        [() if scalar else tuple(target.shape)],
-        reduce=dict.fromkeys(samples, "sum") if scalar else {},
-        whole=frozenset((1,)),
-        localize=localize,
-        joined=(lambda chosen: sums_in_single(in_single(chosen))(chosen)) if scalar else None,
-    )
-
-
-def _three(loc: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Input, target and weight."""
-    return loc[0], _indices(loc[1]), loc[2] if len(loc) > 2 else None
-
-
-def _indices(target: Any) -> Any:
+def indices(target: Any) -> Any:
     """Class indices to compute with: in uint8, which PyTorch takes, too, differences wrap and an index is a mask."""
     return target.long() if target.dtype is torch.uint8 else target
-
-
-@decomposition("cross_entropy", "cross_entropy_loss")
-def cross_entropy(
-    input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
-    reduction: Any = "mean", label_smoothing: float = 0.0,
-) -> Any:  # fmt: skip
-    """log_softmax, which keeps classes sharded, and a weighted sum of its values."""
-    if not isinstance(input, torch.Tensor) or not isinstance(target, torch.Tensor) or input.ndim == 0:
-        return NotImplemented
-    if (
-        size_average is not None
-        or reduce is not None
-        or reduction not in _REDUCTIONS
-        or not 0.0 <= label_smoothing <= 1.0
-    ):
-        return NotImplemented
-    if input.ndim == 1:
-        loss = cross_entropy(
-            input.unsqueeze(0), target.unsqueeze(0), weight, None, ignore_index, None, reduction, label_smoothing
-        )
-        return loss.squeeze(0) if reduction == "none" else loss
-    logs = F.log_softmax(input, 1)
-    classes = input.shape[1]
-    shaped = None if weight is None else weight.reshape(-1, *(1,) * (input.ndim - 2))
-    if input.shape == target.shape:
-        return _of_probabilities(logs, target, shaped, reduction, label_smoothing)
-    target = _indices(target)
-    loss = F.nll_loss(logs, target, weight, ignore_index=ignore_index, reduction=reduction)
-    if not label_smoothing:
-        return loss
-    # With label smoothing each class of a sample contributes. The sum over many samples may overflow a half type
-    # although their mean does not.
-    work = working_type(logs.dtype)
-    spread = -(logs if shaped is None else logs * shaped).sum(1)
-    counts = target != ignore_index
-    spread = torch.where(counts, spread, torch.zeros_like(spread))
-    if reduction == "sum":
-        spread = spread.sum(dtype=work)
-    elif reduction == "mean":
-        if weight is None:
-            total = counts.sum()
-        else:
-            own = torch.index_select(
-                weight.detach(), 0, torch.where(counts, target, torch.zeros_like(target)).flatten()
-            )
-            total = (own * counts.flatten()).sum(dtype=work)
-        spread = spread.sum(dtype=work) / total
-    return rounded(loss * (1 - label_smoothing) + spread * (label_smoothing / classes), logs.dtype)
-
-
-def _of_probabilities(logs: Any, target: Any, weight: Any, reduction: str, smoothing: float) -> Any:
-    if not target.is_floating_point():
-        return NotImplemented
-    if smoothing:
-        target = target * (1 - smoothing) + smoothing / logs.shape[1]
-    losses = -(logs * target if weight is None else logs * target * weight).sum(1)
-    if reduction == "none":
-        return losses
-    total = losses.sum(dtype=working_type(losses.dtype))
-    return rounded(total if reduction == "sum" else total / max(losses.numel(), 1), losses.dtype)
 
 
 _ELEMENTWISE = (
@@ -280,8 +119,8 @@ def elementwise_loss(call: Call, input: Operand, target: Operand, *args: Any, **
         return None
     at = place_of("reduction", call.func, call.args, call.kwargs)
     given = kwargs.get("reduction", "mean") if at is None else call.args[at]
-    reduction = _REDUCTIONS[given] if type(given) is int and 0 <= given < 3 else given
-    if reduction not in _REDUCTIONS or (len(call.operands) > 2 and call.name not in _WEIGHTED):
+    reduction = REDUCTIONS[given] if type(given) is int and 0 <= given < 3 else given
+    if reduction not in REDUCTIONS or (len(call.operands) > 2 and call.name not in _WEIGHTED):
         return None
     shape = tuple(input.shape)
     ins: list[Dims] = []
@@ -294,7 +133,7 @@ def elementwise_loss(call: Call, input: Operand, target: Operand, *args: Any, **
 
     def reduced(func: Any, loc: list[Any], kw: dict[str, Any], wanted: str) -> torch.Tensor:
         if at is not None:
-            wanted_here = wanted if isinstance(given, str) else _REDUCTIONS.index(wanted)
+            wanted_here = wanted if isinstance(given, str) else REDUCTIONS.index(wanted)
             loc = [*loc[:at], wanted_here, *loc[at + 1 :]]
         else:
             kw = kw | {"reduction": wanted}
