@@ -71,13 +71,14 @@ def check_a_training_step() -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     counts = seen.get_comm_counts()
-    assert counts == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 4}
+    assert counts == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 4}  # in which order they run is not known yet
     assert all(p.to_local().numel() * 8 == p.numel() for p in model.parameters())
     whole = 4 * (64 * 64 + 64)
     flags = 4 * 2  # which parameters have a gradient, to each rank
     gathered, scattered = 2 * 7 * whole // 8, 7 * (whole + 8 * flags) // 8
     reduced = 2 * 7 * (whole // 8 + flags) // 8
-    assert report(model).moved == 4 * (gathered + scattered + reduced)
+    last = gathered // 2  # backward begins with this group, which is not gathered again
+    assert report(model).moved == 4 * (gathered + scattered + reduced) - last
 
 
 def check_messages() -> None:

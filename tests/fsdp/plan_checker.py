@@ -173,7 +173,7 @@ def collectives(operations: Iterable[Operation]) -> list[tuple[str, int]]:
 
 def plan_steps(spec: Spec, steps: int, *, micro_batches: int = 1) -> Plan:
     """The operations of `steps` steps, each with `micro_batches` forwards, in which every module runs once, in order,
-    inside the first; and with their backwards."""
+    inside the first; and with their backwards. The first forward knows no order."""
     first, *others = range(len(spec.modules))
     events = expected(spec, (first, tuple([(module, ()) for module in others])))
     order = order_of(spec, events)
@@ -186,7 +186,7 @@ def plan_steps(spec: Spec, steps: int, *, micro_batches: int = 1) -> Plan:
                     event = (*event[:3], tuple(stale) if epoch and batch == 0 else ())
                 elif event[0] is Event.BACKWARD_ENDS:
                     _, state = advance(spec, order, state, (Event.LAST, batch == micro_batches - 1))
-                operations, state = advance(spec, order, state, event)
+                operations, state = advance(spec, order if epoch or batch else (), state, event)
                 found += [replace(each, epoch=epoch) if each.kind is Kind.GATHER else each for each in operations]
         found += writes(spec, epoch + 1)
     return Plan(spec, tuple(found))

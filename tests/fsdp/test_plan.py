@@ -19,6 +19,9 @@ from terrazzo.errors import FSDPError
 from terrazzo.fsdp import MixedPrecisionPolicy, explain, report, trace
 from terrazzo.fsdp.group import group_of
 from terrazzo.fsdp.plan.operations import HANDED_OVER, Buffer, Kind, Operation, Stream
+from terrazzo.fsdp.plan.planner import advance
+from terrazzo.fsdp.plan.state import Event, State, Where
+from terrazzo.fsdp.plan.step import expected
 from terrazzo.fsdp.plan.units import Sizes, Spec, UnitSpec
 from terrazzo.fsdp.run.root import root_of
 from terrazzo.tensor import init_device_mesh
@@ -152,6 +155,43 @@ def test_stale_parameters_are_found():
     stale = [each for each in late if each.kind not in kinds or each.unit != operations[second[0]].unit]
     with pytest.raises(PlanError, match="no memory|but the shards are at epoch 1"):
         check(stale, spec)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_backward_begins_with_is_gathered_once(streams):
+    for micro, overlapped in product((1, 2), (0, 1000)):
+        peaks = []
+        for stays in (False, True):
+            spec = dataclasses.replace(spec_of({"stays_if_last": stays}, streams), overlapped=overlapped)
+            operations = plan_steps(spec, 3, micro_batches=micro).operations
+            peaks.append(check(operations, spec))
+            gathers = [NAMES[each.unit] for each in operations if each.kind is Kind.GATHER]
+            assert [gathers.count(name) for name in NAMES[:-1]] == [2 * 3 * micro] * (len(NAMES) - 1)
+            # The first forward knows no order.
+            assert gathers.count(NAMES[-1]) == (3 * micro + 1 if stays else 2 * 3 * micro)
+        assert peaks[1] == peaks[0]
+
+
+def test_what_is_awaited_in_backward_is_freed_if_something_else_runs_before():
+    spec = spec_of({"stays_if_last": True}, streams=False)
+    order, last = tuple(range(len(NAMES))), len(NAMES) - 1
+    events = expected(spec, (0, tuple((i, ()) for i in order[1:])))
+    forward = events[: [event[0] for event in events].index(Event.FORWARD_ENDS) + 1]
+
+    def after(state: State, *events: tuple[Any, ...]) -> tuple[State, list[Kind]]:
+        kinds = []
+        for event in events:
+            operations, state = advance(spec, order, state, event)
+            kinds += [each.kind for each in operations if each.unit == last]
+        return state, kinds
+
+    state, kinds = after(State.first(len(NAMES)), *forward)
+    assert state.where[last] is Where.AWAITED and kinds[-1] is Kind.REST
+    assert after(state, forward[0])[0].where[last] is Where.SHARDED  # another forward
+    assert after(state, (Event.ENTER, 1, False))[1] == [Kind.FREE]
+    assert after(state, (Event.ENTER, last, False))[1] == [Kind.SHOW, Kind.USE]  # it runs once more
+    without = [(*event[:2], False, False) if event[0] is Event.LEAVE else event for event in forward]
+    assert after(State.first(len(NAMES)), *without)[0].where[last] is Where.SHARDED  # no backward
 
 
 # ------------------------------------------------------------------ of real models

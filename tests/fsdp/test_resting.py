@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp.compare import (
     Counted,
     Model,
     adamw,
+    apart,
     assert_same_parameters,
     batches,
     loss_of,
@@ -23,7 +25,7 @@ from fsdp.compare import (
     where_of,
     whole,
 )
-from ranks import run_ranks
+from ranks import device_type, run_ranks
 from terrazzo.fsdp import FSDPModule, fully_shard
 from terrazzo.fsdp.plan.state import Where
 from terrazzo.tensor import DTensor
@@ -129,6 +131,71 @@ def check_gathers() -> None:
                 p.grad = None
 
 
+def check_the_last() -> None:
+    """Backward begins with it, so it would be gathered again as soon as it is freed."""
+    model: Any = apart(shard_blocks(Model()))
+    blocks, (x, y) = model.blocks, next(batches(1))
+
+    def gathers(before: Callable[[], object] = lambda: None) -> int:
+        with Counted() as kinds:
+            loss = loss_of(model, mine(x), mine(y))
+            before()
+            loss.backward()
+        assert {where_of(block) for block in blocks} == {Where.SHARDED}
+        return kinds.count("all_gather")
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(mine(x))
+        assert {where_of(block) for block in blocks} == {Where.SHARDED}  # no backward follows
+
+    assert [gathers() for _ in range(3)] == [7, 6, 6]  # the root's once, and those of three blocks
+    loss = loss_of(model, mine(x), mine(y))
+    assert [where_of(block) for block in blocks] == [Where.SHARDED, Where.SHARDED, Where.AWAITED]
+    assert all(isinstance(p, DTensor) for p in blocks.parameters())  # as in PyTorch
+    loss.backward()
+    assert gathers(evaluate) == 6 + 4  # of four in the evaluation the root's is left out, and one is gathered again
+    assert gathers(model.state_dict) == 6 + 2  # everything is resharded, the root too
+    for _ in range(2):  # no backward follows
+        model(mine(x))
+        assert [where_of(block) for block in blocks] == [Where.SHARDED, Where.SHARDED, Where.AWAITED]
+    with torch.no_grad():
+        blocks[0](torch.ones(1, blocks[0].up.in_features))  # what runs then has the memory
+    assert {where_of(block) for block in blocks} == {Where.SHARDED}
+    gathers()
+    model.set_reshard_after_forward(True)
+    assert [gathers() for _ in range(2)] == [8, 8]
+
+
+def check_writes_before_backward(alone: bool) -> None:
+    """Backward uses what was written to the shards since forward, as on one device; also if one rank alone wrote."""
+    if alone and device_type() != "cpu":
+        return  # there ranks do not ask each other
+    torch.manual_seed(0)
+    reference: Any = Model()
+    model: Any = shard_blocks(copy.deepcopy(reference))
+    params = [(p, q) for p, q in zip(model.blocks[2].parameters(), reference.blocks[2].parameters(), strict=True)]
+    rows = [-(-len(q) // dist.get_world_size()) if alone else len(q) for _, q in params]
+    for step, (x, y) in enumerate(batches(3)):
+        loss, expected = loss_of(model, mine(x), mine(y)), loss_of(reference, x, y)
+        assert where_of(model.blocks[2]) is (Where.AWAITED if step else Where.SHARDED)
+        for (p, q), end in zip(params, rows, strict=True):
+            if not alone or dist.get_rank() == 0:
+                p.data.mul_(1.5)
+            q.data[:end].mul_(1.5)
+        loss.backward()
+        expected.backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.grad), q.grad)
+            p.grad = q.grad = None
+    loss = loss_of(model, mine(x), mine(y))
+    with torch.no_grad():
+        for p in model.blocks[2].parameters():
+            p.mul_(1.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # as on one device
+        loss.backward()
+
+
 def check_views() -> None:
     """Where PyTorch's program gets plain tensors, so it does here."""
     model: Any = fully_shard(Model())
@@ -217,8 +284,14 @@ def check_steps_in_backward() -> None:
         assert_same_parameters(model, reference)
 
 
+def test_writes_to_shards_before_backward() -> None:
+    for alone in (False, True):
+        run_ranks(2, check_writes_before_backward, alone)
+
+
 def test_gathers_and_what_modules_show() -> None:
     run_ranks(2, check_gathers)
+    run_ranks(2, check_the_last)
     run_ranks(2, check_views)
     run_ranks(2, check_gradients_by_hand)
     run_ranks(2, check_penalty_after_backward)

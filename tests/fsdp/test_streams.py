@@ -228,7 +228,7 @@ def check_recorded() -> None:
         planned = [
             (each.stream.value, each.unit)
             for each in plan_steps(spec, 3).operations
-            if each.kind not in (Kind.USE, Kind.WRITE, Kind.QUEUED, Kind.FOLLOW, Kind.SETTLE)
+            if each.kind not in (Kind.USE, Kind.WRITE, Kind.QUEUED, Kind.FOLLOW, Kind.SETTLE, Kind.REST, Kind.SHOW)
         ]
         called = [(entry[1], entry[3]) for entry in log if entry[0] == "call" and entry[2] in TOUCHED]
         assert called == planned, options

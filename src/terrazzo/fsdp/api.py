@@ -85,7 +85,8 @@ def fully_shard(
             along the second (HSDP). None: they are sharded over all ranks.
         reshard_after_forward: True frees the unsharded parameters after forward and gathers them again in backward;
             False keeps them. A number N keeps shards over N neighbouring ranks after forward, so that backward gathers
-            only among these. None means True, but False for the root module, whose backward follows at once.
+            only among these. None means True, but False for the root module, whose backward follows at once;
+            and the memory of the group that ran last stays until backward begins with it.
         shard_placement_fn: Called with a parameter; returns a `Shard` with the dim along which to shard it, or None
             for dim 0. The size need not divide evenly. A `ShardPlacementResult` also gives this parameter a mesh of
             its own.

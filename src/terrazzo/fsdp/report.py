@@ -15,7 +15,8 @@ from torch import nn
 
 from terrazzo.fsdp.explain import explain, sharded
 from terrazzo.fsdp.plan.memory import peak_of
-from terrazzo.fsdp.plan.units import Spec
+from terrazzo.fsdp.plan.operations import Kind
+from terrazzo.fsdp.plan.step import Plan
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.layout.drawing import Shown, table_html
 
@@ -105,21 +106,22 @@ def report(model: nn.Module) -> Report:
     _, root = sharded(model, "report")
     plan, inside = explain(model), set(model.modules())
     units = {unit.index: unit for unit in root.units if unit.params and inside.intersection(unit.modules)}
-    groups = [_group_report(unit, plan.spec) for unit in units.values()]
+    groups = [_group_report(unit, plan) for unit in units.values()]
     peak = peak_of([each for each in plan.operations if each.unit in units], plan.spec)
     return Report(groups, sum(group.held for group in groups) + peak, root.tops[0].options.coalesce_bytes)
 
 
-def _group_report(unit: Unit, spec: Spec) -> GroupReport:
-    own = spec.units[unit.index]
+def _group_report(unit: Unit, plan: Plan) -> GroupReport:
+    own = plan.spec.units[unit.index]
     sizes = own.sizes
     assert sizes is not None
     shards = [(p.sharded._local, p.requires_grad) for p in unit.params]
-    again, kept = sizes.gather_moves, 0
-    if not own.reshard_after_forward:
-        again, kept = 0, sizes.unsharded
+    planned = [each for each in plan.operations if each.unit == unit.index]
+    again, kept = [each.moves for each in planned if each.kind is Kind.GATHER][1:], 0
+    if not own.reshard_after_forward or Kind.REST in [each.kind for each in planned]:
+        kept = sizes.unsharded
     elif own.reshard_inner:
-        again, kept = sizes.kept_moves, sizes.kept
+        kept = sizes.kept
     return GroupReport(
         name=unit.name,
         parameters=len(unit.params),
@@ -130,7 +132,7 @@ def _group_report(unit: Unit, spec: Spec) -> GroupReport:
         gradients=sizes.gradients,
         reduce_buffer=sizes.packed,
         moved_forward=sizes.gather_moves,
-        moved_backward=again + sizes.reduce_moves + (sizes.all_reduce_moves if own.all_reduce else 0),
+        moved_backward=sum(again) + sizes.reduce_moves + (sizes.all_reduce_moves if own.all_reduce else 0),
         kept=kept,
         together=tuple(group.name for group in unit.groups),
     )

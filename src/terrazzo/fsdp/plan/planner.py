@@ -1,6 +1,7 @@
 """The planner: a pure function from the state of the units and an event to operations and the next state.
 
-    forward of a unit     gather it, unless that was started before; afterwards free it, if it reshards
+    forward of a unit     gather it, unless that was started before; afterwards free it, if it reshards, and if
+                          backward does not begin with it
     backward reaches it   finish older reductions, gather it, start to gather the next unit
     backward leaves it    free it, start to reduce its gradients
     backward ends         the rest: units for which no hook ran at the end of backward, running reductions
@@ -74,6 +75,7 @@ class _Planner:
             self.changes["entered"] = 0
         for unit in written:
             self._free(unit)
+        self._free_awaited()
         self._show_all()
         if in_backward and self.state.in_backward:  # this model's, where it is computed again
             return
@@ -88,6 +90,7 @@ class _Planner:
         spec = self.spec.units[unit]
         if spec.sizes is None:
             return
+        self._free_awaited(unit)
         self._gather(unit)
         self._copy_out(unit)
         if first:
@@ -113,9 +116,9 @@ class _Planner:
         if keep:
             self.needed.add(unit)
         if not self.running[unit]:
-            self._end_pass(unit)
+            self._end_pass(unit, returns)
 
-    def _end_pass(self, unit: int) -> None:
+    def _end_pass(self, unit: int, returns: bool = False) -> None:
         keep = unit in self.needed
         self.needed.discard(unit)
         self.running[unit] = 0
@@ -124,7 +127,21 @@ class _Planner:
         if spec.reshard_after_forward and not keep:
             if spec.reshard_inner:
                 self._keep(unit)
+            elif returns and self._begins_backward(unit):
+                self._rest(unit, Where.AWAITED)
             else:
+                self._free(unit)
+
+    def _begins_backward(self, unit: int) -> bool:
+        """Whether backward is expected to begin with this unit, which would be gathered again at once."""
+        spec = self.spec.units[unit]
+        stays = spec.stays_if_last and spec.unshard_in_backward and self.where[unit] is Where.UNSHARDED
+        return stays and self.order[-1:] == (unit,) and self.order.count(unit) == 1
+
+    def _free_awaited(self, but: int = -1) -> None:
+        """Free a unit that is awaited in backward, because something else runs before."""
+        for unit, where in enumerate(self.where):
+            if where is Where.AWAITED and unit != but:
                 self._free(unit)
 
     def forward_ends(self, in_backward: bool) -> None:
@@ -219,10 +236,16 @@ class _Planner:
     def rest(self, units: tuple[int, ...]) -> None:
         for unit in units:
             if self.where[unit] is Where.UNSHARDED:
-                self.where[unit] = Where.RESTING
-                self._emit(Kind.REST, unit, "" if self.spec.units[unit].aliased else "unsharded -> shard")
+                self._rest(unit, Where.RESTING)
             elif self.where[unit] is Where.INNER:
                 self._emit(Kind.REST, unit)
+
+    def _rest(self, unit: int, where: Where) -> None:
+        self.where[unit] = where
+        if self.spec.units[unit].aliased:
+            self._emit(Kind.REST, unit)
+        else:
+            self._emit(Kind.REST, unit, "unsharded -> shard", records="freed")
 
     def step(self) -> None:
         self.changes["awaits_step"] = False
@@ -298,7 +321,7 @@ class _Planner:
 
     def _show(self, unit: int) -> None:
         """Register the unsharded parameters of a unit that rests: they are about to be used."""
-        if self.where[unit] is Where.RESTING:
+        if self.where[unit] in (Where.RESTING, Where.AWAITED):
             self.where[unit] = Where.UNSHARDED
             self._emit(Kind.SHOW, unit)
 

@@ -16,11 +16,12 @@ class Where(IntEnum):
     INNER = 3  # sharded over the smaller mesh
     GATHERING_INNER = 4  # being gathered over the smaller mesh
     RESTING = 5  # the sharded parameters are registered, although the unsharded ones have memory
+    AWAITED = 6  # as RESTING, after forward, until backward begins with it
 
     @property
     def is_whole(self) -> bool:
         """Whether the unsharded parameters have values."""
-        return self is Where.UNSHARDED or self is Where.RESTING
+        return self in (Where.UNSHARDED, Where.RESTING, Where.AWAITED)
 
 
 class Phase(IntEnum):

@@ -117,7 +117,7 @@ def expected(spec: Spec, run: Run) -> Events:
             trained = forward(each, False, trained)
         if trained:
             course.left_by(unit, state.ended)
-        tell(Event.LEAVE, module, True, False)
+        tell(Event.LEAVE, module, trained, False)
         return trained
 
     tell(Event.FORWARD, run[0], False, ())

@@ -61,6 +61,7 @@ class UnitSpec(Switches):
     aliased: bool = False  # whether the unsharded parameters are the shards
     alone: bool = False  # whether no other rank reduces with this one
     replicated: bool = False  # whether gradients are also reduced over replicas
+    stays_if_last: bool = False  # whether it keeps its memory after forward if backward begins with it
     keeps_part: bool = False  # whether only some are kept over the smaller mesh; others are gathered from the shards
     forward_prefetch: tuple[int, ...] | None = None  # units; None: those that follow in the last forward
     backward_prefetch: tuple[int, ...] | None = None

@@ -91,8 +91,8 @@ class Backward:
 
     def _reach(self, unit: int, before: tuple[int, ...]) -> None:
         self._root.advance_without_graph((Event.REACH, unit, before))
-        if Where.GATHERING not in self._root.state.where:
-            free_memory_aside()  # the next ones are gathered already, or there are none
+        if all(self._root.state.where[each] is Where.UNSHARDED for each in before):
+            free_memory_aside()  # the next ones are there already, or there are none
 
     def end(self) -> tuple[int, ...]:
         """Called at its end: do what no hook has done; returns the units that have gradients."""
@@ -124,7 +124,7 @@ class Backward:
         """
         unit, where = self._root.executor.units[index], self._root.state.where[index]
         aliased = self._root.executor.spec.units[index].aliased
-        if unit.waiting or unit.has_partial() or aliased or where is Where.UNSHARDED:
+        if unit.waiting or unit.has_partial() or aliased or where.is_whole:
             return
         arriving = where is Where.GATHERING and unit.in_place
         if arriving or any(gradients.have_nan() for gradients in unit.gradients):

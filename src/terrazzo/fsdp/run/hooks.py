@@ -62,9 +62,9 @@ def after_forward(group: Group, module: nn.Module, outputs: Any) -> Any:
     outputs, found, watched = _leave(unit, group.settings.precision.output_dtype, hook, outputs)
     if not forward:
         return outputs
-    if course is not None and (watched or root.executor.spec.units[unit.index].trainable):
+    returns = announced and not recomputing and (watched or root.executor.spec.units[unit.index].trainable)
+    if course is not None and returns:
         course.left_by(unit.index, state.ended)
-    returns = announced and not recomputing
     # If no output can have a hook, backward may run without notice, and needs the parameters.
     keep = announced and (recomputing or not found)
     position = root.positions[module]

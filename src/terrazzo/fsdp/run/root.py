@@ -38,6 +38,10 @@ _MOST_EVENTS = 1 << 14
 _MOST_SPECS = 64
 
 
+# A forward gathers these in any case.
+_FREED = (Where.SHARDED, Where.AWAITED)
+
+
 class _Forming(Enum):
     """The changes to units that are due before the next forward."""
 
@@ -192,15 +196,16 @@ class Root:
         return Spec(tuple(units), self.streams is not None, modules)
 
     def _unit_spec(self, unit: Unit) -> UnitSpec:
-        group = unit.groups[0]
+        group, aliased = unit.groups[0], all(bucket.will_alias for bucket in unit.buckets)
         return UnitSpec(
             name=unit.name,
             modules=len(unit.modules),
             sizes=unit.sizes() if unit.params else None,
             trainable=any(gradients.plan() is not None for gradients in unit.gradients),
-            aliased=all(bucket.will_alias for bucket in unit.buckets),
+            aliased=aliased,
             alone=all(gradients.alone for gradients in unit.gradients),
             replicated=any(gradients.over_replicas for gradients in unit.gradients),
+            stays_if_last=all(each.options.auto_reshard for each in unit.groups) and not aliased,
             keeps_part=bool(group.inner) and any(b.settings.mesh not in group.inner for b in unit.buckets),
             forward_prefetch=_units_of([each.options.forward_prefetch for each in unit.groups]),
             backward_prefetch=_units_of([each.options.backward_prefetch for each in unit.groups]),
@@ -252,14 +257,15 @@ class Root:
             return
         if not inside:  # or inside the backward of another computation, which may be all that ever runs this model
             self._begin_step(module)
-        where = self.state.where
         replaced = {unit: unit.replaced() for unit in self.units}
-        written = self._written(replaced)
-        self.advance((Event.FORWARD, module, inside, written))
+        kept = [unit for unit in self.units if self.state.where[unit.index] not in _FREED]
+        for unit in kept:
+            self.save_writes(unit)
+        self.advance((Event.FORWARD, module, inside, self._written(kept, replaced)))
         try:
             placed = flags = False
             for unit, found in replaced.items():
-                if unit.params and (found or where[unit.index] is Where.SHARDED or unit.index in written):
+                if unit.params and (found or self.state.where[unit.index] is Where.SHARDED):
                     placed |= unit.adopt(found)
                 else:
                     flags |= unit.follow_flags()
@@ -320,15 +326,11 @@ class Root:
     def _is_idle(self) -> bool:
         return self.state.outermost < 0 and not self.state.in_backward
 
-    def _written(self, replaced: Mapping[Unit, object]) -> tuple[int, ...]:
-        """Units that are not sharded, and whose shards some rank has written since they were gathered."""
-        where = self.state.where
-        kept = [unit for unit in self.units if where[unit.index] is not Where.SHARDED and unit.params]
+    def _written(self, kept: Sequence[Unit], replaced: Mapping[Unit, object]) -> tuple[int, ...]:
+        """Of units that are not sharded, those whose shards some rank has written since they were gathered."""
         if not kept:
             return ()
-        for unit in kept:
-            self.save_writes(unit)
-        flags = self.watch.agree([bool(replaced[unit]) or unit.was_written() for unit in kept])
+        flags = self.watch.agree([bool(replaced.get(unit)) or unit.was_written() for unit in kept])
         return tuple([unit.index for unit, flag in zip(kept, flags, strict=True) if flag])
 
     def save_writes(self, unit: Unit) -> None:
@@ -378,16 +380,20 @@ class Root:
         if self.streams is not None and any(unit.params and unit.was_written_since_forward() for unit in self.units):
             self.executor.advance((Event.FOLLOW,))  # perhaps by an optimizer's step: gathers wait for it
         self.settle()
-        self._follow_flags()
+        self._follow_writes()
         at_end_of_backward(self._end_backward)
         return found
 
-    def _follow_flags(self) -> None:
-        """Notice what users have frozen since forward: it gets no gradients in this backward."""
+    def _follow_writes(self) -> None:
+        """Notice what users have frozen since forward, which gets no gradients in this backward, and what they have
+        written to shards whose unsharded parameters are still there: it is gathered again."""
         if functorch_active():
             with outside_transforms():
-                self._follow_flags()
+                self._follow_writes()
             return
+        awaited = [unit for unit in self.units if self.state.where[unit.index] is Where.AWAITED]
+        for index in self._written(awaited, {}):
+            self.advance_without_graph((Event.RESHARD, index))
         changed = [unit.follow_flags() for unit in self.units]
         if any(changed):
             self._resize()
@@ -485,7 +491,7 @@ class Root:
         found = unit.replaced()
         if self.state.where[unit.index] is not Where.SHARDED:
             self.save_writes(unit)
-            if self.watch.agree([bool(found) or unit.was_written()])[0]:
+            if self._written([unit], {unit: found}):
                 self.advance((Event.RESHARD, unit.index))
         if self.state.where[unit.index] is Where.SHARDED:
             if unit.adopt(found, partly=partly):

@@ -330,15 +330,15 @@ class Unit:
         """Register the unsharded parameters, which have values."""
         self.registration.show_unsharded()
 
-    def rest(self) -> None:
+    def rest(self) -> bool:
         """Register the sharded parameters until the next use, and keep the memory of the others: of the unsharded ones,
-        or of the kept parts."""
+        or of the kept parts. Returns whether shards were written to."""
         parts = [kept for kept in self._kept if kept is not None and kept.is_there]
-        if not parts:
-            self.save_writes()
+        saved = [] if parts else self._save_writes_in_step()
         for kept in parts:
             kept.copy_flags()
         self._show_sharded()
+        return bool(saved)
 
     def with_own_gradients(self) -> list[ShardedParameter]:
         """Parameters whose unsharded form has a gradient, though no backward is under way that would reduce it."""
