@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from terrazzo._torch.modules import children_of
 from terrazzo.comm.axis import axis_beside
 from terrazzo.errors import FSDPError, FSDPTypeError, FSDPValueError
-from terrazzo.fsdp.group import Group, group_of, with_switches
+from terrazzo.fsdp.group import ATTRIBUTE, Group, group_of, with_switches
 from terrazzo.fsdp.plan.state import Event
 from terrazzo.fsdp.run.forming import part
 from terrazzo.fsdp.run.hooks import after_forward, before_forward, forward_failed
@@ -467,12 +467,16 @@ def _groups(module: Any, recurse: bool) -> list[Group]:
     if not recurse:
         return [_group(module)]
     known, inside = {module}, [module]
-    for each in inside:  # as modules(), which takes three times as long: programs call setters for every micro-batch
+    groups: dict[Group, None] = {}
+    for each in inside:  # as modules(), which takes four times as long: programs call setters for every micro-batch
+        attributes = each.__dict__
+        if ATTRIBUTE in attributes:
+            groups[attributes[ATTRIBUTE]] = None
         for child in children_of(each).values():
             if child is not None and child not in known:
                 known.add(child)
                 inside.append(child)
-    return list(dict.fromkeys([group for each in inside if (group := group_of(each)) is not None]))
+    return list(groups)
 
 
 def _pad(group: Group) -> None:
@@ -553,15 +557,3 @@ def _prefetched(modules: Iterable[Any], method: str) -> tuple[Group, ...]:
             )
         result.append(group)
     return tuple(result)
-
-
-__all__ = [
-    "FSDPModule",
-    "UnshardHandle",
-    "keep_state_dicts_sharded",
-    "make_fsdp_module",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-    "sharded_of",
-    "show_whole",
-]

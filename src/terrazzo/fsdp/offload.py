@@ -117,6 +117,3 @@ def to_host(local: Tensor, settings: Settings) -> Tensor:
         return local
     host = torch.empty(local.shape, dtype=local.dtype, pin_memory=settings.pinned, device="cpu")
     return host.copy_(local, non_blocking=settings.pinned)
-
-
-__all__ = ["has_gradient", "park_gradient", "park_state_of", "parked_gradient", "to_device", "to_host"]

@@ -369,21 +369,3 @@ def _acts_otherwise(kind: type[Tensor]) -> bool:
         getattr(function, "__func__", function) for function in usual
     ]
     return own_functions or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-__all__ = [
-    "IGNORED",
-    "KEPT",
-    "REPLACED",
-    "SHARDED",
-    "ShardPlacementFn",
-    "ShardedParameter",
-    "Slot",
-    "are_alike",
-    "as_parameter",
-    "check_alike",
-    "collect",
-    "mark",
-    "marked",
-    "placed",
-]

@@ -71,10 +71,6 @@ class Settings:
         wanted = self.precision.param_dtype
         return wanted if wanted is not None and dtype.is_floating_point else dtype
 
-    def empty_shard(self, numel: int, dtype: torch.dtype) -> Tensor:
-        pinned = self.pinned and self.rest_device.type == "cpu"
-        return torch.empty(numel, dtype=dtype, device=self.rest_device, pin_memory=pinned)
-
 
 class _Allocates(Protocol):
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,28 +9,14 @@ from dataclasses import replace
 from terrazzo.fsdp.plan.operations import Buffer, Operation
 from terrazzo.fsdp.plan.units import Spec
 
-_TEMPORARY = (
-    "sent",
-    "gathered",
-    "unsharded",
-    "kept",
-    "gradients",
-    "accumulated",
-    "packed",
-    "reduced",
-    "exchanged",
-    "result",
-)
-
 
 def sizes_of(spec: Spec) -> dict[Buffer, int]:
-    """The bytes of all temporary buffers."""
+    """The bytes of all buffers, which have the names of sizes."""
     found: dict[Buffer, int] = {}
     for i, unit in enumerate(spec.units):
         if unit.sizes is None:
             continue
-        for kind in _TEMPORARY:
-            found[Buffer(kind, i)] = getattr(unit.sizes, kind)
+        found.update((Buffer(kind, i), size) for kind, size in unit.sizes._asdict().items())
         found[Buffer("partial", i)] = unit.sizes.reduced
     return found
 

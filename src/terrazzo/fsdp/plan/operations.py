@@ -25,11 +25,10 @@ class Kind(StrEnum):
     GATHER = "gather"  # start to gather the shards of all ranks
     COPY_OUT = "copy out"  # wait for the gather, fill the unsharded parameters, and register them
     USE = "use"  # forward or backward computes with the unsharded parameters
-    REST = "rest"  # register the sharded parameters, and keep what there is of the others
+    REST = "rest"  # write to the shards what users wrote to the unsharded parameters, and register the sharded ones
     SHOW = "show"  # register the unsharded parameters again, which have memory
-    FREE = "free"  # write to the shards what users wrote to the unsharded parameters, free these, register the sharded
-    KEEP = "keep"  # the same, but keep this rank's part over the smaller mesh
-    DROP = "drop"  # free that part, and register the sharded parameters
+    FREE = "free"  # as REST, and free the others: the unsharded ones, or the part of them that was kept
+    KEEP = "keep"  # as FREE, but keep this rank's part over the smaller mesh
     DISCARD = "discard"  # drop a gather that is not needed any more
     ACCUMULATE = "accumulate"  # keep unsharded gradients for a later reduction
     PACK = "pack"  # copy unsharded gradients into the buffer that is reduced

@@ -363,7 +363,7 @@ class _Planner:
         if where.is_whole:
             self._emit(Kind.FREE, unit, "unsharded -> shard", gives="unsharded", records="freed")
         elif where is not Where.GATHERING:
-            self._emit(Kind.DROP, unit, gives="kept", records="freed")
+            self._emit(Kind.FREE, unit, gives="kept", records="freed")
 
     def _keep(self, unit: int) -> None:
         if self.where[unit] is not Where.UNSHARDED or self.spec.units[unit].aliased:

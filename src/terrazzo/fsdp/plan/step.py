@@ -128,6 +128,3 @@ def expected(spec: Spec, run: Run) -> Events:
             tell(*event)
     tell(Event.BACKWARD_ENDS, ())
     return tuple(events)
-
-
-__all__ = ["Events", "Plan", "Run", "expected", "lines_of", "order_of", "plan_step", "writes"]

@@ -148,6 +148,3 @@ class Backward:
                 "the parameters with reshard_after_forward=False"
             )
         return None
-
-
-__all__ = ["Backward"]

@@ -247,9 +247,13 @@ class Bucket:
 
     def free(self) -> None:
         """Free the memory of the unsharded parameters."""
-        whole = self._whole
-        if whole is not None and whole.memory is not None:
-            whole.memory.give_back()
+        for memory in self._memories:
+            memory.give_back()
+
+    @property
+    def _memories(self) -> Sequence[ReturnableMemory]:
+        """The memory of the unsharded parameters, as far as it can be freed."""
+        return () if self._whole is None or self._whole.memory is None else (self._whole.memory,)
 
     @property
     def _pieces(self) -> list[Tensor]:
@@ -263,8 +267,7 @@ class Bucket:
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether the tensor is in memory that `free` frees."""
-        whole = self._whole
-        return whole is not None and whole.memory is not None and whole.memory.owns(tensor)
+        return any(memory.owns(tensor) for memory in self._memories)
 
     def is_touched(self) -> bool:
         """Whether users may have written to the unsharded parameters since the last `save_writes`, or exchanged them.
@@ -345,9 +348,8 @@ class Bucket:
 
     def take(self) -> None:
         """Allocate memory for the unsharded parameters."""
-        whole = self._whole
-        if whole is not None and whole.memory is not None:
-            whole.memory.take_back()
+        for memory in self._memories:
+            memory.take_back()
 
     def receive(self, pending: Pending[Any]) -> None:
         """Wait for a gather, and fill the unsharded parameters, unless it does that itself."""
@@ -400,9 +402,11 @@ class Bucket:
         return found if all(chunk.data_ptr() == view.data_ptr() for chunk, view in own if chunk.numel()) else None
 
     def _empty_shard(self, like: Tensor) -> Tensor:
+        settings, size = self.settings, self.plan.own_size
         if like.device.type == "meta":
-            return like.new_empty(self.plan.own_size)
-        shard = self.settings.empty_shard(self.plan.own_size, like.dtype)
+            return like.new_empty(size)
+        pinned = settings.pinned and settings.rest_device.type == "cpu"
+        shard = torch.empty(size, dtype=like.dtype, device=settings.rest_device, pin_memory=pinned)
         return shard.zero_() if self.plan.padded else shard
 
     def shards_intact(self) -> bool:

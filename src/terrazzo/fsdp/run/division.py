@@ -86,6 +86,3 @@ def division_of(
 
 def _unless_one(factor: float) -> float | None:
     return None if factor == 1 else factor
-
-
-__all__ = ["Division", "Ways", "division_of"]

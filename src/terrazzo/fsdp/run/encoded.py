@@ -175,7 +175,7 @@ class Hooks(Codec):
         self._step = -(-param.shape[0] // self._n)  # the most rows of a rank
         self._sent = _Sent([], None)
         self._outputs: list[Tensor] = []
-        self._memories: list[ReturnableMemory] = []
+        self.memories: list[ReturnableMemory] = []  # none before the unsharded parameter is made
 
     def size(self, shape: Shape) -> list[Shape]:
         """A row of bytes for each rank; before the first gather it is not known how many."""
@@ -202,12 +202,12 @@ class Hooks(Codec):
 
     def decode(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Fill the unsharded parameter, or make it; `out` is this rank's shard, of which the hook is called."""
-        param, local, first = self.param, out, not self._memories
+        param, local, first = self.param, out, not self.memories
         sent, device = self._sent, parts[0].device
         if first:
             made = [torch.empty(self._n * prod(size), dtype=dtype, device=device) for size, dtype in sent.shapes]
             self._outputs.extend(made)
-        for memory in self._memories:
+        for memory in self.memories:
             memory.take_back()
         views = []
         for part, output, (size, _) in zip(parts, self._outputs, sent.shapes, strict=True):
@@ -238,21 +238,7 @@ class Hooks(Codec):
             identity = storages.memory_of(tensor)
             if identity not in known:
                 known.add(identity)
-                self._memories.append(ReturnableMemory(tensor, self._warning))
-
-    @property
-    def is_made(self) -> bool:
-        """Whether there is an unsharded parameter."""
-        return bool(self._memories)
-
-    def free(self) -> None:
-        """Free the unsharded parameter's memory."""
-        for memory in self._memories:
-            memory.give_back()
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in that memory."""
-        return any(memory.owns(tensor) for memory in self._memories)
+                self.memories.append(ReturnableMemory(tensor, self._warning))
 
 
 class ExtendedBucket(EncodedBucket):
@@ -294,7 +280,7 @@ class ExtendedBucket(EncodedBucket):
     @property
     def knows_sizes(self) -> bool:
         """Whether the classes have said how much they send."""
-        return all(hooks.is_made for hooks in self._hooks)
+        return all(hooks.memories for hooks in self._hooks)
 
     @property
     def will_alias(self) -> bool:
@@ -335,12 +321,9 @@ class ExtendedBucket(EncodedBucket):
     def prepare(self) -> None:
         """Do nothing: the first gather makes the unsharded parameters."""
 
-    def free(self) -> None:
-        for hooks in self._hooks:
-            hooks.free()
-
-    def owns(self, tensor: Tensor) -> bool:
-        return any(hooks.owns(tensor) for hooks in self._hooks)
+    @property
+    def _memories(self) -> Sequence[ReturnableMemory]:
+        return [memory for hooks in self._hooks for memory in hooks.memories]
 
     def section(self) -> Tensor:
         device = self.settings.mesh.device
@@ -381,7 +364,7 @@ class ExtendedBucket(EncodedBucket):
                     f"parameter {param.name!r} was a {type(former).__name__} and was replaced by a "
                     f"{type(local).__name__}: replace it by a tensor of the same class"
                 )
-            if not hooks.is_made:
+            if not hooks.memories:
                 param.unsharded_local = local
         self._locals[:] = [param.sharded._local for param in self.params]
 
@@ -390,6 +373,3 @@ def _last_dim(mesh: Any) -> Any:
     """The submesh of the last dim of a mesh without names."""
     axis = axis_of(mesh, mesh.ndim - 1)
     return DeviceMesh.from_group(axis.group, mesh.device_type) if axis.group is not None else mesh
-
-
-__all__ = ["ExtendedBucket", "bucket_of", "encoded", "is_extended", "over_replicas"]

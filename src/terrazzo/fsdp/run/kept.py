@@ -120,6 +120,3 @@ class Kept:
         found += [(name, ref()) for name, ref in self._former]
         self._former.clear()
         return [name for name, local in found if local is not None and local.grad is not None]
-
-
-__all__ = ["Kept"]

@@ -107,6 +107,3 @@ class ReturnableMemory:
         elif _HAS_MESSAGES:
             storages.clear_access_error(storages.identity_of(self._storage))
         self._storage.resize_(self._nbytes)
-
-
-__all__ = ["ReturnableMemory"]

@@ -10,7 +10,7 @@ from terrazzo._torch.modules import parameters_of
 from terrazzo.fsdp.misuse import check_optimizers_again
 from terrazzo.fsdp.parameter import REPLACED, ShardedParameter, mark
 
-_sharded, _unsharded = attrgetter("sharded"), attrgetter("unsharded")
+_sharded = attrgetter("sharded")
 
 
 class Registration:
@@ -26,10 +26,6 @@ class Registration:
     def show_sharded(self) -> None:
         """Register the sharded parameters."""
         self.show([*map(_sharded, self._params)])
-
-    def show_unsharded(self) -> None:
-        """Register the unsharded parameters."""
-        self.show([*map(_unsharded, self._params)])
 
     def show(self, faces: list[Any]) -> None:
         """Register these."""
@@ -61,6 +57,3 @@ class Registration:
                 check_optimizers_again()
             param.sharded.__dict__.pop(REPLACED, None)  # perhaps a module uses it again
         self.show_sharded()
-
-
-__all__ = ["Registration"]

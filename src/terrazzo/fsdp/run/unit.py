@@ -248,6 +248,8 @@ class Unit:
         return saved
 
     def _save_writes_in_step(self) -> list[str]:
+        if any(kept is not None and kept.is_there for kept in self._kept):
+            return []  # the unsharded parameters have no values
         saved = self.save_writes()
         if saved:
             self._remarked.update(remark_on_writes(saved, self._remarked))
@@ -328,15 +330,15 @@ class Unit:
 
     def show(self) -> None:
         """Register the unsharded parameters, which have values."""
-        self.registration.show_unsharded()
+        self.registration.show([param.unsharded for param in self.params])
 
     def rest(self) -> bool:
         """Register the sharded parameters until the next use, and keep the memory of the others: of the unsharded ones,
         or of the kept parts. Returns whether shards were written to."""
-        parts = [kept for kept in self._kept if kept is not None and kept.is_there]
-        saved = [] if parts else self._save_writes_in_step()
-        for kept in parts:
-            kept.copy_flags()
+        saved = self._save_writes_in_step()
+        for kept in self._kept:
+            if kept is not None:
+                kept.copy_flags()
         self._show_sharded()
         return bool(saved)
 
@@ -353,8 +355,8 @@ class Unit:
         return any(has_gradient(param.sharded) for param in self.params)
 
     def free(self) -> bool:
-        """Free the unsharded parameters' memory, and register the sharded ones; returns whether shards may have been
-        written to."""
+        """Free the memory of the unsharded parameters, or of the kept parts, and register the sharded ones; returns
+        whether shards may have been written to."""
         saved = self._save_writes_in_step()
         self._free()
         return bool(saved or self._kept)  # perhaps it was written to before a part was kept
@@ -362,11 +364,6 @@ class Unit:
     def _free(self) -> None:
         for bucket in self.buckets:
             bucket.free()
-        self._drop_kept()
-        self._show_sharded()
-
-    def drop(self) -> None:
-        """Free the parts over smaller meshes, and register the sharded parameters."""
         self._drop_kept()
         self._show_sharded()
 
