@@ -463,6 +463,15 @@ def check_torch_classes(folder: str) -> None:
     target = empty()
     load(target, storage_reader=HuggingFaceStorageReader(f"{folder}/theirs"))
     check(target)
+
+    def places(reader: Any) -> dict[Any, Any]:
+        """Which file has which part, as libraries read it from the metadata."""
+        found = reader.read_metadata().storage_data.items()
+        return {(i.fqn, i.offset): (part.relative_path, part.shape, part.dtype) for i, part in found}
+
+    for written in ("ours", "theirs"):
+        path = f"{folder}/{written}"
+        assert places(HuggingFaceStorageReader(path)) == places(dcp.HuggingFaceStorageReader(path))
     # Parts become whole tensors, in as many files as are asked for; files that are complete are copied, also in place.
     for source, place, files in (
         ("theirs", "theirs/whole", numbers),

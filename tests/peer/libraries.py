@@ -52,13 +52,7 @@ LIBRARIES = {
     "ao": Library(
         ("test/quantization/quantize_", "test/test_low_bit_optim.py", "test/prototype/test_quantized_training.py")
     ),
-    "torchtune": Library(
-        (
-            "tests/torchtune/training/test_distributed.py",
-            "tests/torchtune/training/checkpointing/test_distributed_checkpointer.py",
-            "tests/torchtune/training/checkpointing/test_checkpoint_client.py",
-        )
-    ),
+    "torchtune": Library(("tests/torchtune/training/test_distributed.py", "tests/torchtune/training/checkpointing")),
     "s3-connector-for-pytorch": Library(("s3torchconnector/tst/unit/dcp",), ("s3torchconnector/src",)),
 }
 

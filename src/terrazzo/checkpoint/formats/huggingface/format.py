@@ -24,7 +24,7 @@ from terrazzo.checkpoint.formats.huggingface.writer import HuggingFaceWriter
 from terrazzo.checkpoint.formats.source import Source, copy_checkpoint, make_ready, new_file
 from terrazzo.checkpoint.formats.table import BoxReader, StoredBox, TableReader, tensor_entry
 from terrazzo.checkpoint.formats.windows import Header, Window, check_file, is_start_of_safetensors, read_header
-from terrazzo.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
+from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.root import check_shape
 from terrazzo.checkpoint.native.rows import Target
@@ -42,6 +42,15 @@ from terrazzo.layout.box import Box, row_major_windows
 
 # How PyTorch's writer says which part of a tensor a file has, where ranks have written files of their own.
 _SHARDING: Final = "DCP_SHARDING_INFO"
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """Where a tensor, or a part of one, is: a value of `Metadata.storage_data`, as libraries know it from PyTorch."""
+
+    relative_path: str  # with the folder
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 class HuggingFaceReader(TableReader):
@@ -157,8 +166,15 @@ class HuggingFaceReader(TableReader):
             for name, found in self._quantised.items():
                 entries[name].properties = TensorProperties(self._dequantise)
                 del entries[found.scale]
-        meta = StorageMeta(str(self.place))
-        return Metadata(dict(entries), storage_data=None, storage_meta=meta)
+        folder = self.place.parent if self.place.is_file() else self.place
+        places = {
+            MetadataIndex(name, torch.Size(box.offsets)): FilePart(
+                str(folder / chunk.file.name), torch.Size(box.lengths), dtype_from_name(chunk.dtype)
+            )
+            for name, found in parts.items()
+            for box, chunk in found
+        }
+        return Metadata(dict(entries), storage_data=places, storage_meta=StorageMeta(str(self.place)))
 
     def _entry(self, name: str, parts: list[tuple[Box, StoredChunk]]) -> TensorStorageMetadata:
         dtype, size = parts[0][1].dtype, list(parts[0][1].shape)
