@@ -26,6 +26,13 @@ HOW: dict[str, dict[str, Any]] = {
     "data": {"fsdp_size": 2},
     "expert": {"fsdp_size": 2, "ep_size": 2},
     "expert of one batch": {"tp_size": 2, "ep_size": 2},
+    # on 4 ranks
+    "tensor, data": {"tp_size": 2, "fsdp_size": 2},
+    "tensor, data, expert": {"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
+    "tensor, data, expert of one batch": {"tp_size": 2, "fsdp_size": 2, "ep_size": 2},
+    "expert and replicas": {"fsdp_size": 4, "ep_size": 2},
+    "replicas": {"dp_replicate_size": 2, "fsdp_size": 2},
+    "replicas, expert": {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2},
 }
 
 
@@ -48,8 +55,11 @@ def check_same(name: str, found: Any, expected: Any, tolerance: float) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance / 10, msg=lambda m: f"{name}: {m}")
 
 
-def check_family(family: str, how: str, folder: str) -> None:
-    """Weights, logits, loss, every gradient, tokens, a step, and three ways to save."""
+def check_family(family: str, how: str, folder: str, *, few: bool = False) -> None:
+    """Weights, logits, loss, every gradient and their norm, tokens, a step, and three ways to save.
+
+    `few`: all tokens are equal, so that most experts have none.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
     from transformers.distributed.checkpoint import (
@@ -88,6 +98,8 @@ def check_family(family: str, how: str, folder: str) -> None:
         assert packed.placements == (_StridedShard(1, split_factor=2),)
     check_state("loaded", model)
     tokens = torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))
+    if few:
+        tokens.fill_(5)
     outputs, expected = (m(tokens, labels=tokens, use_cache=False) for m in (model, alone))
     check_same(f"{name}: logits", whole(outputs.logits), expected.logits, 1e-4)
     check_same(f"{name}: loss", whole(outputs.loss), expected.loss, 1e-5)
@@ -97,6 +109,8 @@ def check_family(family: str, how: str, folder: str) -> None:
     for key, p in model.named_parameters():
         wanted, found = (torch.zeros_like(whole(p)) if g is None else whole(g) for g in (gradients[key], p.grad))
         check_same(f"{name}: gradient of {key}", found, wanted, 2e-3)
+    norms = [whole(torch.nn.utils.clip_grad_norm_(m.parameters(), 1e3)) for m in (model, alone)]
+    check_same(f"{name}: norm", *norms, 2e-3)
     chosen = [m.generate(tokens[:1], max_new_tokens=5, do_sample=False) for m in (model, alone)]
     assert torch.equal(*chosen), f"{name}: {chosen}"
     optimizer, other = (torch.optim.AdamW(m.parameters(), lr=1e-3, foreach=False) for m in (model, alone))
@@ -130,16 +144,14 @@ def check_family(family: str, how: str, folder: str) -> None:
     assert len(optimizer.state) > len(gradients) // 2
 
 
-def check_families(cases: list[tuple[str, str]], folder: str) -> None:
+def check_families(cases: list[tuple[str, str]], folder: str, few: bool = False) -> None:
     warnings.simplefilter("ignore")
     terrazzo.install()
-    wrong = []
     for family, how in cases:
         try:
-            check_family(family, how, folder)
-        except Exception as error:
-            wrong.append(f"{family}, {how}: {type(error).__name__}: {error}")
-    assert not wrong, "\n".join(wrong)
+            check_family(family, how, folder, few=few)
+        except Exception as error:  # of this rank alone, perhaps: without the others it must not go on to the next
+            raise AssertionError(f"{family}, {how}: {type(error).__name__}: {error}") from error
 
 
 @pytest.mark.long
@@ -154,3 +166,12 @@ def test_all_families(tmp_path: Path) -> None:
     two = [(f, h) for f in (*DENSE, *EXPERTS) for h in ("tensor", "data", "expert", "expert of one batch")]
     two = [(f, h) for f, h in two if f in EXPERTS or "expert" not in h]
     fresh_values(2, check_families, two, str(tmp_path / "models"), timeout=1200)
+
+
+@pytest.mark.proof
+def test_several_kinds_of_parallelism_at_once(tmp_path: Path) -> None:
+    four = [("mixtral", how) for how in list(HOW)[4:]]
+    four += [(f, "tensor, data") for f in ("llama", "phi3", "glm4", "deepseek_v3", "gpt_oss")]
+    four += [("qwen3_moe", "replicas, expert"), ("deepseek_v3", "expert and replicas"), ("llama", "replicas")]
+    fresh_values(4, check_families, four, str(tmp_path / "models"), timeout=300)
+    fresh_values(4, check_families, four[:6], str(tmp_path / "few"), True, timeout=300)
