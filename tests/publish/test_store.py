@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,10 +14,11 @@ from publish import worlds
 from ranks import run_ranks
 from terrazzo.checkpoint import save, verify
 from terrazzo.checkpoint.plan.sharded import ChunkedTensor
-from terrazzo.checkpoint.stores import LocalStore, MemoryStore
+from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Place
 from terrazzo.errors import (
     CheckpointCorruptError,
     CheckpointException,
+    CheckpointFormatError,
     CheckpointMismatchError,
     ConflictError,
     DivergentValueError,
@@ -26,6 +28,7 @@ from terrazzo.errors import (
 from terrazzo.integrations.huggingface import Rename, Rule
 from terrazzo.layout import Box
 from terrazzo.publish import Publisher, Receiver
+from terrazzo.publish.versions import Versions
 
 pytestmark = pytest.mark.on_late
 
@@ -288,6 +291,16 @@ def test_only_versions_are_removed(tmp_path, caplog):
     assert [sorted(os.listdir(tmp_path / "run" / f"global_step{step}")) for step in (1, 2, 3, 4)] == before
     assert caplog.text.count("global_step1 is not a published version") == 1
     assert "global_step3 could not be removed" in caplog.text and "global_step4 is a link" in caplog.text
+
+
+@pytest.mark.parametrize("base", [0, 1, 2])
+def test_a_list_of_versions_without_an_end_is_refused(tmp_path, base):
+    versions = [
+        {"number": n, "place": n, "id": "a", "base": b, "nbytes": 8, "total": 8} for n, b in ((0, 1), (1, base))
+    ]
+    (tmp_path / "published.json").write_text(json.dumps({"versions": versions}))
+    with pytest.raises(CheckpointFormatError, match="does not list the version on which version . is based"):
+        Versions(Place(tmp_path)).read().needed_for_newest(None)
 
 
 def test_damage_is_found_and_the_model_keeps_what_it_has(tmp_path):

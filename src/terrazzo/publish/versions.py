@@ -102,9 +102,9 @@ class Published(msgspec.Struct, frozen=True):
             if at.base is None:
                 break
             at = known.get(at.base)
-            if at is None:
+            if at is None or at.place >= needed[-1].place:
                 raise CheckpointFormatError(
-                    f"{LIST} does not list the version on which version {needed[-1].number} is based"
+                    f"{LIST} does not list the version on which version {needed[-1].number} is based, before it"
                 )
         return tuple(reversed(needed))
 
