@@ -30,15 +30,6 @@ __all__ = [
 
 STATE_DICT_TYPE: TypeAlias = dict[str, Any]
 
-# torch.memory_format objects cannot be pickled, so their names are.
-_MEMORY_FORMATS = {
-    "contiguous": torch.contiguous_format,
-    "channels_last": torch.channels_last,
-    "channels_last_3d": torch.channels_last_3d,
-    "preserve": torch.preserve_format,
-}
-_MEMORY_FORMAT_NAMES = {value: name for name, value in _MEMORY_FORMATS.items()}
-
 
 @dataclass(slots=True)
 class TensorProperties:
@@ -54,16 +45,6 @@ class TensorProperties:
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
         """The properties of a tensor. `pin_memory` is not looked up, because that takes a call of the driver."""
         return TensorProperties(dtype=tensor.dtype, layout=tensor.layout, requires_grad=tensor.requires_grad)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        name = _MEMORY_FORMAT_NAMES[self.memory_format]
-        return _properties_from_names, (self.dtype, self.layout, self.requires_grad, name, self.pin_memory)
-
-
-def _properties_from_names(
-    dtype: torch.dtype, layout: torch.layout, requires_grad: bool, memory_format: str, pin_memory: bool
-) -> TensorProperties:
-    return TensorProperties(dtype, layout, requires_grad, _MEMORY_FORMATS[memory_format], pin_memory)
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from terrazzo.checkpoint.formats import dcp_metadata
-from terrazzo.checkpoint.formats.dcp_metadata import METADATA, Location
+from terrazzo.checkpoint.formats.dcp_metadata import METADATA
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.registry import check_is_found, import_all
 from terrazzo.checkpoint.formats.source import Source, copy_checkpoint
@@ -35,6 +35,7 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.commit import Commit, by_save, check_written, remove_ended
+from terrazzo.checkpoint.native.contents import StorageInfo
 from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.format import SEAL, lease_name, save_of
 from terrazzo.checkpoint.native.objects import ObjectBytes
@@ -80,7 +81,7 @@ class DCPReader(TableReader):
     def _forget(self) -> None:
         super()._forget()
         self._chunks: dict[MetadataIndex, StoredChunk] = {}
-        self._headers: dict[Location, Header] = {}
+        self._headers: dict[StorageInfo, Header] = {}
 
     def rows_of(self, name: str) -> list[StoredBox]:
         entry = self.read_metadata().state_dict_metadata[name]
@@ -101,21 +102,21 @@ class DCPReader(TableReader):
 
     # ------------------------------------------------- where things lie
 
-    def _location(self, index: MetadataIndex) -> Location:
-        location: Location | None = self.read_metadata().storage_data.get(index)
+    def _location(self, index: MetadataIndex) -> StorageInfo:
+        location: StorageInfo | None = self.read_metadata().storage_data.get(index)
         if location is None:
             raise CheckpointCorruptError(f"{self.place}: the metadata have no position for {index}")
-        if location.transforms:
+        if location.transform_descriptors:
             raise CheckpointFormatError(
-                f"{self.place}/{location.file}: {index.fqn} is stored through the stream extensions "
-                f"{', '.join(location.transforms)}, which cannot be read: save it without extensions"
+                f"{self.place}/{location.relative_path}: {index.fqn} is stored through the stream extensions "
+                f"{', '.join(location.transform_descriptors)}, which cannot be read: save it without extensions"
             )
         return location
 
-    def _window(self, location: Location, what: str, *, to_end: bool = False) -> Window:
+    def _window(self, location: StorageInfo, what: str, *, to_end: bool = False) -> Window:
         store = self.place.store
         length = None if to_end else location.length
-        return Window(store, self.file_at(store, location.file), location.offset, length, what)
+        return Window(store, self.file_at(store, location.relative_path), location.offset, length, what)
 
     def _locate(self, name: str, entry: TensorStorageMetadata, part: ChunkStorageMetadata) -> StoredChunk:
         index = MetadataIndex(name, part.offsets)
@@ -131,7 +132,7 @@ class DCPReader(TableReader):
             self._chunks[index] = found
         return found
 
-    def _looked_up(self, name: str, location: Location) -> StoredChunk:
+    def _looked_up(self, name: str, location: StorageInfo) -> StoredChunk:
         header = self._headers.get(location)
         if header is None:
             window = self._window(location, name)
@@ -144,7 +145,7 @@ class DCPReader(TableReader):
             header = self._headers[location] = read_header(self._window(location, name, to_end=True))
         found = header.tensors.get(name)
         if found is None:
-            raise CheckpointCorruptError(f"{self.place}/{location.file} does not have the tensor {name!r}")
+            raise CheckpointCorruptError(f"{self.place}/{location.relative_path} does not have the tensor {name!r}")
         return found
 
 
@@ -163,12 +164,14 @@ class DCP(Format):
     def verify(self, place: Place, progress: Callable[[int], None]) -> Checked:
         checked, metadata = Checked(), DCPReader(place).read_metadata()
         begun: set[tuple[str, int]] = set()  # all tensors of a safetensors file have the position of the file's data
-        for index, at in sorted(metadata.storage_data.items(), key=lambda pair: (pair[1].file, pair[1].offset)):
-            if (at.file, at.offset) not in begun:
-                begun.add((at.file, at.offset))
+        for index, at in sorted(
+            metadata.storage_data.items(), key=lambda pair: (pair[1].relative_path, pair[1].offset)
+        ):
+            if (at.relative_path, at.offset) not in begun:
+                begun.add((at.relative_path, at.offset))
                 is_tensor = isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata)
                 value = Value(index.fqn, at.offset, at.length, is_tensor)
-                check_file(checked, place.store, at.file, progress, value)
+                check_file(checked, place.store, at.relative_path, progress, value)
         return checked
 
     def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
@@ -252,7 +255,7 @@ class DCPWriter(RowWriter):
                 while left and (caps.file_bytes is None or position < caps.file_bytes):
                     row = left.pop()
                     end = _write_row(file, position, row)
-                    item, location = item_of(row, described), Location(name, position, end - position)
+                    item, location = item_of(row, described), StorageInfo(name, position, end - position)
                     results.append(WriteResult(item.index, end - position, (location, item.tensor_data)))
                     position = end
             except BaseException:
@@ -267,7 +270,7 @@ class DCPWriter(RowWriter):
                 [(result.index.fqn, result.storage_data[1]) for result in part] for part in results
             )
         metadata.storage_data = {result.index: result.storage_data[0] for part in results for result in part}
-        used = {location.file for location in metadata.storage_data.values()}
+        used = {location.relative_path for location in metadata.storage_data.values()}
         check_written(self._store, used)
         metadata.storage_meta = self.storage_meta()
         metadata.version = dcp_metadata.VERSION
@@ -320,7 +323,7 @@ def _files_of(data: bytes | bytearray, where: str) -> set[str] | None:
         found = dcp_metadata.parse(data, f"{where}/{METADATA}").storage_data
     except (CheckpointCorruptError, CheckpointFormatError):
         return None
-    return {location.file for location in found.values()}
+    return {location.relative_path for location in found.values()}
 
 
 def _remove_leftovers(store: Store) -> None:

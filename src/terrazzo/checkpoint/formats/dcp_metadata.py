@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final
@@ -28,22 +27,13 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from terrazzo.checkpoint.native.contents import StorageInfo
 from terrazzo.checkpoint.native.names import is_plain_name
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 from terrazzo.layout.box import Box
 
 METADATA: Final = ".metadata"
 VERSION: Final = "1.0.0"
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """The position of the bytes of one item."""
-
-    file: str
-    offset: int
-    length: int
-    transforms: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------ reading
@@ -70,14 +60,14 @@ def _index(self: Pickled) -> MetadataIndex:
     return MetadataIndex(str(self.fields["fqn"]), None if offset is None else _size(offset), self.fields.get("index"))
 
 
-def _location(self: Pickled) -> Location:
+def _location(self: Pickled) -> StorageInfo:
     file, offset, length = (self.fields[name] for name in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or not is_plain_name(file):
         raise CheckpointCorruptError(f"the metadata name the file {file!r}, which is outside of its folder")
     if type(offset) is not int or type(length) is not int or not 0 <= offset < 1 << 62 or not 0 <= length < 1 << 62:
         raise CheckpointCorruptError(f"the metadata name the bytes {offset!r}, {length!r} of {file!r}")
     transforms = self.fields.get("transform_descriptors") or ()
-    return Location(file, offset, length, tuple(map(str, _listed(transforms))))
+    return StorageInfo(file, offset, length, tuple(map(str, _listed(transforms))))
 
 
 def _storage_meta(self: Pickled) -> StorageMeta:
@@ -183,14 +173,14 @@ def parse(data: bytes | bytearray, where: str) -> Metadata:
         raise CheckpointFormatError(f"{where}: not the metadata of a torch DCP checkpoint")
     for index, location in metadata.storage_data.items():
         _typed(index, MetadataIndex)
-        _typed(location, Location)
+        _typed(location, StorageInfo)
     return metadata
 
 
 def merged(parts: Sequence[Metadata]) -> Metadata:
     """One metadata object from those of the ranks (`__0.metadata`, ..., which are saved without collectives)."""
     entries: dict[str, STORAGE_TYPES] = {}
-    storage: dict[MetadataIndex, Location] = {}
+    storage: dict[MetadataIndex, StorageInfo] = {}
     paths: dict[str, Any] = {}
     for part in parts:
         for name, entry in part.state_dict_metadata.items():
@@ -223,7 +213,7 @@ def encode(metadata: Metadata) -> bytes:
         chunks = [theirs.ChunkStorageMetadata(chunk.offsets, chunk.sizes) for chunk in ours.chunks]
         return theirs.TensorStorageMetadata(properties, ours.size, chunks)
 
-    storage: Mapping[MetadataIndex, Location] = metadata.storage_data
+    storage: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
     meta = metadata.storage_meta or StorageMeta()
     return pickle.dumps(
         theirs.Metadata(
@@ -233,7 +223,7 @@ def encode(metadata: Metadata) -> bytes:
             },
             planner_data=_plain(metadata.planner_data),
             storage_data={
-                index(where): filesystem._StorageInfo(location.file, location.offset, location.length)
+                index(where): filesystem._StorageInfo(location.relative_path, location.offset, location.length)
                 for where, location in storage.items()
             },
             storage_meta=theirs.StorageMeta(str(meta.checkpoint_id), meta.save_id),

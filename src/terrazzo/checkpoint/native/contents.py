@@ -101,7 +101,7 @@ class ManifestEntries(Mapping[str, STORAGE_TYPES]):
         return len(self._manifest.names)
 
 
-@dataclass
+@dataclass(frozen=True)
 class StorageInfo:
     """Where a value is stored, as PyTorch says it: bytes of a file in the checkpoint's folder."""
 
