@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 
 from terrazzo.checkpoint.native.commit import committed_manifest
@@ -55,33 +54,21 @@ def verify_store(
         return [Damage(MANIFEST, str(error))]
     damage: list[Damage] = []
     try:
-        stored = _stored(manifest, store, damage)
+        stored, names = _stored(manifest, store, damage)
     except CheckpointError as error:
         return [Damage(MANIFEST, str(error))]
-    for entry in _files(manifest):
-        if only is not None and entry.name not in only:
-            continue
-        damage += _File(store, entry, progress).damage(_joined(stored.get(entry.name, [])))
+    files = {file.name: file for part in manifest.head.parts for file in part.files}
+    for name, entry in files.items():
+        if only is None or name in only:
+            damage += _File(store, entry, names, progress).damage(_joined(stored[name]))
     return damage
 
 
-def _files(manifest: Root) -> list[FileEntry]:
-    return list({file.name: file for part in manifest.head.parts for file in part.files}.values())
-
-
-class _FileChunks(msgspec.Struct, frozen=True, eq=False):
-    """Chunks of one data file as columns: where each begins, its blocks' sizes and checksums one after the other."""
-
-    names: list[str]
-    starts: Array
-    counts: Array  # blocks of each chunk
-    sizes: Array
-    sums: Array
-
-
-def _stored(manifest: Root, store: Store, damage: list[Damage]) -> dict[str, list[_FileChunks]]:
-    """All chunks, by file; an index that cannot be read is damage. Raises unless each tensor's chunks make it up."""
-    found: dict[str, list[_FileChunks]] = defaultdict(list)
+def _stored(manifest: Root, store: Store, damage: list[Damage]) -> tuple[dict[str, list[Array]], list[str]]:
+    """All blocks, by file (see `_blocks_of`), and the tensor of each chunk; an index that cannot be read is damage.
+    Raises unless each tensor's chunks make it up."""
+    found: dict[str, list[Array]] = defaultdict(list)
+    names: list[str] = []
     indexes = PartIndexes(manifest, store)
     elements = np.zeros(len(manifest.head.tensors), dtype=np.int64)
     for part, entry in enumerate(manifest.head.parts):
@@ -92,74 +79,52 @@ def _stored(manifest: Root, store: Store, damage: list[Damage]) -> dict[str, lis
         except (CheckpointError, OSError) as error:
             damage.append(Damage(entry.index_file or MANIFEST, str(error)))
             continue
-        names = [tensor.name for tensor in tensors]
-        files = rows.files[numbers]
+        blocks, files = _blocks_of(rows, numbers), rows.files[numbers]
+        in_file = files[blocks[0]]
+        blocks[0] += len(names)
+        names += [tensor.name for tensor in tensors]
         for file in np.unique(files).tolist():
-            chosen = np.nonzero(files == file)[0]
-            found[entry.files[file].name].append(_of_rows(rows, numbers[chosen], [names[n] for n in chosen.tolist()]))
+            found[entry.files[file].name].append(blocks[:, in_file == file])
     if not damage:
         for tensor, stored in zip(manifest.head.tensors, elements.tolist(), strict=True):
             if stored != prod(tensor.shape):
                 raise CheckpointCorruptError(f"{tensor.name}: {stored} of {prod(tensor.shape)} elements are stored")
-    return found
+    return found, names
 
 
-def _of_rows(rows: IndexRows, numbers: Array, names: list[str]) -> _FileChunks:
-    """The chunks in these rows of an index."""
+def _blocks_of(rows: IndexRows, numbers: Array) -> Array:
+    """The blocks of some rows of an index, each a column: its chunk, where it begins, its size and its checksum."""
     counts = rows.block_counts()[numbers]
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)  # which block of its chunk
-    blocks = np.repeat(rows.blocks[numbers].astype(np.int64), counts)
-    sizes = np.minimum(np.repeat(rows.nbytes[numbers].astype(np.int64), counts) - within * blocks, blocks)
-    framed = np.repeat(rows.codecs[numbers] != RAW, counts)
-    frames = (np.repeat(rows.first_frame[numbers], counts) + within)[framed]
-    sizes[framed] = rows.frames[frames]
-    sums = rows.sums[np.repeat(rows.first_sum[numbers], counts) + within]
-    return _FileChunks(names, rows.starts[numbers].astype(np.int64), counts, sizes, sums)
-
-
-class _Blocks(msgspec.Struct, frozen=True, eq=False):
-    """The blocks of a file, by offset; `names[chunks[n]]` is the tensor of block n."""
-
-    names: list[str]
-    chunks: Array
-    starts: Array
-    ends: Array
-    sums: Array
-
-    def spans(self, first: int, last: int) -> Iterator[tuple[str, int, int]]:
-        """The tensors of some blocks, with the bytes of each."""
-        for chunk in dict.fromkeys(self.chunks[first:last].tolist()):
-            blocks = first + np.nonzero(self.chunks[first:last] == chunk)[0]
-            yield self.names[chunk], int(self.starts[blocks[0]]), int(self.ends[blocks[-1]])
-
-
-def _joined(stored: Sequence[_FileChunks]) -> _Blocks:
-    """All chunks of a file. Tensors that share one chunk have its blocks once."""
-    none = np.empty(0, np.int64)
-    counts = np.concatenate([none, *(each.counts for each in stored)])
-    sizes = np.concatenate([none, *(each.sizes for each in stored)])
-    chunks = np.repeat(np.arange(len(counts)), counts)
+    firsts = np.cumsum(counts) - counts
+    chunks = np.repeat(np.arange(len(numbers)), counts)
+    of, within = numbers[chunks], np.arange(len(chunks)) - firsts[chunks]  # the row, and which of its blocks
+    lengths = rows.blocks[of].astype(np.int64)
+    sizes = np.minimum(rows.nbytes[of].astype(np.int64) - within * lengths, lengths)
+    framed = rows.codecs[of] != RAW
+    sizes[framed] = rows.frames[(rows.first_frame[of] + within)[framed]]
     before = np.cumsum(sizes) - sizes
-    first = np.cumsum(counts) - counts
-    at = np.concatenate([none, *(each.starts for each in stored)])
-    starts = at[chunks] + before - before[first[chunks]]
-    sums = np.concatenate([np.empty(0, np.uint64), *(each.sums for each in stored)])
-    order = np.lexsort((sums, sizes, starts))
-    columns = np.stack([starts[order], sizes[order], sums[order].view(np.int64)])
-    order = order[np.append(True, (columns[:, 1:] != columns[:, :-1]).any(axis=0))] if len(order) else order
-    names = [name for each in stored for name in each.names]
-    return _Blocks(names, chunks[order], starts[order], starts[order] + sizes[order], sums[order])
+    starts = rows.starts[of].astype(np.int64) + before - before[firsts[chunks]]
+    return np.stack([chunks, starts, sizes, rows.sums[rows.first_sum[of] + within].view(np.int64)])
+
+
+def _joined(stored: Sequence[Array]) -> Array:
+    """All blocks of a file, by offset. Tensors that share one chunk have its blocks once."""
+    blocks = np.concatenate([np.empty((4, 0), np.int64), *stored], axis=1)
+    blocks = blocks[:, np.lexsort(blocks[:0:-1])]
+    found: Array = blocks[:, np.append(True, (blocks[1:, 1:] != blocks[1:, :-1]).any(axis=0))[: blocks.shape[1]]]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A data file that is being checked."""
+    """A data file that is being checked; the tensors of chunks have these names."""
 
     store: Store
     entry: FileEntry
+    names: Sequence[str]
     progress: Callable[[int], None]
 
-    def damage(self, blocks: _Blocks) -> Iterator[Damage]:
+    def damage(self, blocks: Array) -> Iterator[Damage]:
         """The damage of this file."""
         name = self.entry.name
         try:
@@ -167,22 +132,20 @@ class _File:
         except OSError as error:
             yield Damage(name, str(error))
             return
-        count = len(blocks.starts)
-        if fault is None and count and int(blocks.ends.max()) > self.entry.size:
+        starts, ends = blocks[1], blocks[1] + blocks[2]
+        if fault is None and int(ends.max(initial=0)) > self.entry.size:
             fault = "an index names bytes that are beyond the file's end"
         if fault is not None:
             yield Damage(name, fault)
-            for tensor, start, end in blocks.spans(0, count):
-                yield Damage(name, "not checked, for the file is damaged", tensor, start, end)
+            yield from self._all_of(blocks, "not checked, for the file is damaged")
             return
-        for first, last, memory in _runs(blocks, self.store.caps.request_bytes):
+        for first, last, memory in _runs(starts, ends, self.store.caps.request_bytes):
             try:
-                self.store.read_at(name, int(blocks.starts[first]), memory)
+                self.store.read_at(name, int(starts[first]), memory)
             except (OSError, EOFError) as error:
-                for tensor, start, end in blocks.spans(first, last):
-                    yield Damage(name, str(error), tensor, start, end)
+                yield from self._all_of(blocks[:, first:last], str(error))
                 continue
-            yield from self._wrong(blocks, first, last, memory)
+            yield from self._wrong(blocks[:, first:last], memory)
             self.progress(len(memory))
 
     def _header_fault(self) -> str | None:
@@ -194,19 +157,23 @@ class _File:
         damaged = checksum(header) != self.entry.header_sum
         return "the header is not what was saved; the file is damaged" if damaged else None
 
-    def _wrong(self, blocks: _Blocks, first: int, last: int, memory: memoryview) -> Iterator[Damage]:
+    def _all_of(self, blocks: Array, what: str) -> Iterator[Damage]:
+        """The same damage of all chunks that have some of these blocks."""
+        for chunk in dict.fromkeys(blocks[0].tolist()):
+            _, starts, sizes, _ = blocks[:, blocks[0] == chunk]
+            yield Damage(self.entry.name, what, self.names[chunk], int(starts[0]), int(starts[-1] + sizes[-1]))
+
+    def _wrong(self, blocks: Array, memory: memoryview) -> Iterator[Damage]:
         """The damage in blocks that are in memory: those whose checksums differ from the saved ones."""
-        starts, ends = blocks.starts[first:last], blocks.ends[first:last]
-        places = zip((starts - starts[0]).tolist(), (ends - starts[0]).tolist(), strict=True)
-        found = np.array([checksum(memory[start:end]) for start, end in places], dtype=np.uint64)
-        for number in (first + np.nonzero(found != blocks.sums[first:last])[0]).tolist():
-            tensor, start, end = blocks.names[blocks.chunks[number]], blocks.starts[number], blocks.ends[number]
-            yield Damage(self.entry.name, "not the bytes that were saved", tensor, int(start), int(end))
+        begin = blocks[1, 0]
+        places = zip((blocks[1] - begin).tolist(), (blocks[1] + blocks[2] - begin).tolist(), strict=True)
+        found = np.array([checksum(memory[start:end]) for start, end in places], dtype=np.uint64).view(np.int64)
+        for chunk, start, size, _ in blocks[:, found != blocks[3]].T.tolist():
+            yield Damage(self.entry.name, "not the bytes that were saved", self.names[chunk], start, start + size)
 
 
-def _runs(blocks: _Blocks, limit: int) -> Iterator[tuple[int, int, memoryview]]:
+def _runs(starts: Array, ends: Array, limit: int) -> Iterator[tuple[int, int, memoryview]]:
     """All of the blocks, in runs of about `limit` bytes without gaps, with memory that is used again for the next."""
-    starts, ends = blocks.starts, blocks.ends
     memory = memoryview(bytearray(max(limit, int((ends - starts).max(initial=0)))))
     gaps = np.nonzero(starts[1:] != ends[:-1])[0] + 1
     first = 0
