@@ -32,7 +32,7 @@ from terrazzo.checkpoint.native.rows import Target
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.plan.sharded import is_sharded
-from terrazzo.checkpoint.state_dict.tensors import wire_device
+from terrazzo.checkpoint.state_dict.tensors import from_rank, wire_device
 from terrazzo.checkpoint.stores import Place
 from terrazzo.checkpoint.torch_api.storages import TargetReader
 from terrazzo.errors import CheckpointError, CheckpointMismatchError, TerrazzoError
@@ -79,7 +79,7 @@ class BroadcastingTorchSaveReader(TargetReader):
         self._file = None
 
     def read_metadata(self) -> Metadata:
-        self._metadata = self._from_coordinator(lambda: self._open().read_metadata())
+        self._metadata = from_rank(self.coordinator_rank, lambda: self._open().read_metadata())
         return self._metadata
 
     def fill(self, targets: Sequence[Target]) -> None:
@@ -96,7 +96,7 @@ class BroadcastingTorchSaveReader(TargetReader):
         found = {}
         for name in self._wanted_anywhere(list(names)):
             self._entry(name)
-            found[name] = self._from_coordinator(lambda name=name: self._open().value(name))
+            found[name] = from_rank(self.coordinator_rank, lambda name: self._open().value(name), name)
         return (ObjectBytes(found[name]) for name in names)
 
     def _entry(self, name: str) -> STORAGE_TYPES:
@@ -121,35 +121,18 @@ class BroadcastingTorchSaveReader(TargetReader):
     # -------------------------------------------------------------- on every rank
 
     def _send_tensor(self, name: str, entry: TensorStorageMetadata, targets: Sequence[Target]) -> None:
-        dtype = entry.properties.dtype
+        dtype, source = entry.properties.dtype, self.coordinator_rank
         device = wire_device() if _together() else torch.device("cpu")
         for window in row_major_windows(entry.size, max(_PIECE // dtype.itemsize, 1)):
             piece = torch.empty(window.lengths, dtype=dtype, device=device)
-            self._from_coordinator(lambda window=window, piece=piece: self._open().read_box(name, window, piece))
+            from_rank(source, lambda *box: self._open().read_box(name, *box), window, piece)
             if _together() and piece.numel():
-                dist.broadcast(piece.reshape(-1).view(torch.uint8), src=self.coordinator_rank)
+                dist.broadcast(piece.reshape(-1).view(torch.uint8), src=source)
             for target in targets:
                 common = target.box.intersect(window)
                 if common is not None:
                     part = piece[common.relative_to(window).slices()]
                     target.tensor[common.relative_to(target.box).slices()].copy_(part)
-
-    def _is_reader(self) -> bool:
-        return not _together() or dist.get_rank() == self.coordinator_rank
-
-    def _from_coordinator(self, make: Any) -> Any:
-        """The result, or the error, of `make` on the reading rank; on every rank."""
-        message: list[Any] = [None, None]
-        if self._is_reader():
-            try:
-                message[0] = make()
-            except (CheckpointError, OSError) as error:
-                message[1] = error
-        if _together():
-            dist.broadcast_object_list(message, src=self.coordinator_rank)
-        if message[1] is not None:
-            raise message[1]
-        return message[0]
 
     def _wanted_anywhere(self, names: list[str]) -> list[str]:
         """The names that any rank needs, in the same order on all ranks."""

@@ -139,7 +139,7 @@ def broadcast_state(
         state = given()
         return map_paths(state, _announce)
 
-    structure = _agree_on(announced if source else None)
+    structure = from_rank(0, announced)
     tensors = iter(_tensors(state))
     refused: list[str] = []
 
@@ -153,8 +153,8 @@ def broadcast_state(
         dist.broadcast(whole, src=0)
         try:
             return receive(path, whole)
-        except CheckpointError as error:
-            refused.append(str(error))
+        except Exception as error:  # other ranks wait for this one
+            refused.append(str(error) if isinstance(error, CheckpointError) else repr(error))
             return None
 
     result: dict[str, Any] = map_paths(structure, take)
@@ -162,17 +162,19 @@ def broadcast_state(
     return result
 
 
-def _agree_on(announced: Callable[[], Any] | None) -> Any:
-    """Rank 0's structure, or its error, on every rank."""
-    message: list[Any] = [None]
-    if announced is not None:
+def from_rank(source: int, make: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of `make` on one rank, or its error, on every rank. Without a process group, of this one."""
+    message: list[Any] = [None, None]
+    grouped = dist.is_available() and dist.is_initialized()
+    if not grouped or dist.get_rank() == source:
         try:
-            message[0] = announced()
-        except CheckpointError as error:
-            message[0] = error
-    dist.broadcast_object_list(message, src=0)
-    if isinstance(message[0], CheckpointError):
-        raise message[0]
+            message[0] = make(*arguments)
+        except Exception as error:  # other ranks wait for this one
+            message[1] = error
+    if grouped:
+        dist.broadcast_object_list(message, src=source)
+    if message[1] is not None:
+        raise message[1]
     return message[0]
 
 
