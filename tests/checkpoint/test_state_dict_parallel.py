@@ -31,6 +31,7 @@ from terrazzo.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from terrazzo.checkpoint.state_dict.tensors import broadcast_state
 from terrazzo.errors import CheckpointError, CheckpointMismatchError
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -444,8 +445,24 @@ def check_broadcast_errors() -> None:
         set_model_state_dict(model, weights if root else {}, options=options)
 
 
+def check_other_errors() -> None:
+    def fail() -> dict[str, Any]:
+        raise ArithmeticError("no state")
+
+    def refuse(path: tuple[Any, ...], whole: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no memory")
+        return whole
+
+    with pytest.raises(ArithmeticError, match="no state"):
+        broadcast_state(fail, refuse)
+    with pytest.raises(CheckpointError, match=r"rank 1: RuntimeError\('no memory'\)"):
+        broadcast_state(lambda: {"a": torch.ones(2), "b": torch.ones(3)}, refuse)
+
+
 def test_broadcast_errors_reach_every_rank() -> None:
     run_ranks(2, check_broadcast_errors)
+    run_ranks(2, check_other_errors)
 
 
 def check_stages() -> Any:
