@@ -115,10 +115,6 @@ class HuggingFaceReader(TableReader):
         super().fill([target for target in targets if target.source not in self._quantised])
         BoxReader.fill(self, [target for target in targets if target.source in self._quantised])
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return Place(checkpoint_id).exists()
-
     # -------------------------------------------------------------- what is there
 
     @property
