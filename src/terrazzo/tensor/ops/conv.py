@@ -13,6 +13,7 @@ from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.ops.accumulate import product_type
 from terrazzo.tensor.ops.halo import Halo, Window, each, plan_halo
 from terrazzo.tensor.ops.questions import is_sharded_along
+from terrazzo.tensor.ops.spatial import shapes_of_results
 from terrazzo.tensor.ops.table import rule
 
 _SPATIAL = {"conv1d": 1, "conv2d": 2, "conv3d": 3, "conv_transpose1d": 1, "conv_transpose2d": 2, "conv_transpose3d": 3}
@@ -34,8 +35,7 @@ def conv(
     windows = _windows(input, weight, stride, padding, dilation, n)
     if windows is None:
         return None
-    spatial = tuple(window.outputs(size) for window, size in zip(windows, input.shape[-n:], strict=True))
-    return _sliding(call, input, weight, bias, groups, spatial, out_at=0, windows=windows)
+    return _sliding(call, input, weight, bias, groups, n, out_at=0, windows=windows)
 
 
 def _windows(
@@ -67,10 +67,7 @@ def conv_transpose(
         return None
     if input.ndim not in (n + 1, n + 2) or input.shape[-n - 1] != weight.shape[0]:
         return None
-    given = [each(v, n) for v in (stride, padding, output_padding, dilation)]
-    sizes = zip(input.shape[-n:], weight.shape[2:], *given, strict=True)
-    spatial = tuple((size - 1) * s - 2 * p + d * (k - 1) + extra + 1 for size, k, s, p, extra, d in sizes)
-    return _sliding(call, input, weight, bias, groups, spatial, out_at=1)
+    return _sliding(call, input, weight, bias, groups, n, out_at=1)
 
 
 def _sliding(
@@ -79,7 +76,7 @@ def _sliding(
     weight: Operand,
     bias: Any,
     groups: int,
-    spatial: Sequence[int],
+    n: int,
     out_at: int,
     windows: Sequence[Window] = (),
 ) -> Spec | None:
@@ -87,22 +84,20 @@ def _sliding(
 
     With `windows`, spatial dims may be sharded.
     """
-    if min(spatial, default=0) < 0 or not (bias is None or isinstance(bias, Operand)):
+    shapes = shapes_of_results(call)
+    if shapes is None or not (bias is None or isinstance(bias, Operand)):
         return None
-    n = len(spatial)
     first = input.ndim - n  # the first spatial dim
     with_halo = bool(windows) and is_sharded_along(input, range(first, input.ndim))
     closed: Dims = (None,) * n
     space: Dims = tuple(range(_SPACE, _SPACE + n)) if with_halo else closed
     batch: Dims = (_BATCH,) if first == 2 else ()
-    channels = weight.shape[out_at]
     weight_dims: Dims
     if groups == 1:
         ins_at, weight_dims, even = _IN, ((_OUT, _IN) if out_at == 0 else (_IN, _OUT)), {}
     else:
         # Channels may be cut between groups: the weight's first dim counts all channels, its second those of one group.
         ins_at, weight_dims, even = _OUT, (_OUT, None), {_OUT: (groups,)}
-        channels = channels if out_at == 0 else channels * groups
     ins: dict[int, Dims] = {id(input): (*batch, ins_at, *space), id(weight): (*weight_dims, *closed)}
     if bias is not None:
         ins[id(bias)] = (_OUT,)
@@ -123,7 +118,7 @@ def _sliding(
     return Spec(
         [ins[id(o)] for o in call.operands],
         [(*batch, _OUT, *space)],
-        [(*input.shape[: len(batch)], channels, *spatial)],
+        shapes,
         reduce={_IN: "sum"} if groups == 1 else {},
         even=even,
         addends=frozenset(added),

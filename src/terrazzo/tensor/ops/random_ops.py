@@ -231,28 +231,28 @@ def _dropped(x: DTensor, p: float, mask_shape: Sequence[int]) -> tuple[DTensor, 
     return reduced, random.keep_mask(layout, 1 - p)
 
 
-def _leaves_alone(func: Any, x: DTensor, p: float, train: bool) -> bool:
-    """Whether nothing is dropped: then the result is `x` itself, as in PyTorch, and no number is drawn."""
+def _dropout(
+    func: Any, x: DTensor, p: float, train: bool, inplace: bool, mask_shape: Sequence[int], alpha: float = 0.0
+) -> torch.Tensor:
+    """With `alpha`, what is dropped gets a negative value, and all are scaled so that mean and variance stay."""
     if not 0 <= p <= 1:
         func(torch.empty(0, device="cpu"), p, train)  # raises for an invalid `p`
-    return not train or p == 0 or not x.numel()
-
-
-def _dropout(func: Any, x: DTensor, p: float, train: bool, inplace: bool, mask_shape: Sequence[int]) -> torch.Tensor:
-    if _leaves_alone(func, x, p, train):
-        return x
+    if not train or p == 0 or not x.numel():
+        return x  # itself, as in PyTorch, and no number is drawn
     if p == 1:
         return x.mul_(0) if inplace else x * 0
     reduced, keep = _dropped(x, p, mask_shape)
-    if inplace:
+    scale = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p)) if alpha else 1 / (1 - p)
+    if inplace and reduced is x and not alpha:
         check_writable(x)
-        if reduced is x:
-            x._local.mul_(keep).mul_(1 / (1 - p))
-            pass_on(x)
-        else:
-            x.copy_(wrap((reduced._local * keep).mul_(1 / (1 - p)), reduced._layout))
+        x._local.mul_(keep).mul_(scale)
+        pass_on(x)
         return x
-    return wrap((reduced._local * keep).mul_(1 / (1 - p)), reduced._layout)
+    local = (reduced._local * keep).mul_(scale)
+    if alpha:
+        local.add_(torch.where(keep, alpha * scale * p, alpha * scale * (p - 1)).to(x.dtype))
+    result = wrap(local, reduced._layout)
+    return x.copy_(result) if inplace else result
 
 
 @rule("dropout", draws=True)
@@ -286,45 +286,17 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
     return _dropout(torch.dropout, input, p, train and training, inplace, input.shape)
 
 
-@handler("dropout_")
-def dropout_in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    named = dict(zip(("input", "p", "train"), args, strict=False)) | dict(kwargs)
-    x = named["input"]
-    return _dropout(func, x, named["p"], named["train"], True, x.shape)
-
-
-@handler("feature_dropout", "feature_dropout_")
-def feature_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    named = dict(zip(("input", "p", "train"), args, strict=False)) | dict(kwargs)
-    x = named["input"]
-    shape = [n if d < 2 else 1 for d, n in enumerate(x.shape)]
-    return _dropout(func, x, named["p"], named["train"], func.__name__.endswith("_"), shape)
-
-
-def _alpha_dropped(func: Any, x: DTensor, p: float, train: bool, mask_shape: Sequence[int]) -> torch.Tensor:
-    if _leaves_alone(func, x, p, train):
-        return x
-    if p == 1:
-        return x * 0
-    alpha = 1.7580993408473766
-    scale = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p))
-    reduced, keep = _dropped(x, p, mask_shape)
-    # Kept elements are shifted by alpha * scale * p, dropped ones become alpha * scale * (p - 1).
-    shift = torch.where(keep, alpha * scale * p, alpha * scale * (p - 1)).to(x.dtype)
-    return wrap((reduced._local * keep).mul_(scale).add_(shift), reduced._layout)
-
-
-@handler("alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
-def alpha_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+@handler(
+    *("dropout_", "feature_dropout", "feature_dropout_", "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout"),
+    "feature_alpha_dropout_",
+)
+def other_dropouts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """In place, of whole features, and those of SELU; which of these, their names say."""
     named = dict(zip(("input", "p", "train", "inplace"), args, strict=False)) | dict(kwargs)
-    x = named["input"]
-    by_feature = func.__name__.startswith("feature")
-    shape = [n if d < 2 else 1 for d, n in enumerate(x.shape)] if by_feature else x.shape
-    train = named.get("training", named.get("train", False))
-    result = _alpha_dropped(func, x, named.get("p", 0.5), train, shape)
-    if result is not x and (named.get("inplace") or func.__name__.endswith("_")):
-        return x.copy_(result)
-    return result
+    x, name = named["input"], func.__name__
+    shape = [n if d < 2 else 1 for d, n in enumerate(x.shape)] if name.startswith("feature") else x.shape
+    train, inplace = named.get("training", named.get("train", False)), named.get("inplace") or name.endswith("_")
+    return _dropout(func, x, named.get("p", 0.5), train, inplace, shape, 1.7580993408473766 if "alpha" in name else 0.0)
 
 
 @handler("native_dropout")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from terrazzo.tensor.dispatch.shapes import of_tensors_without_data
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, within
 from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.ops.halo import Window, each, plan_halo
@@ -54,17 +55,8 @@ def touching(
 
 def shapes_of_results(call: Call) -> list[tuple[int, ...]] | None:
     """The shapes of the function's results for whole operands, from a run on the meta device."""
-
-    def hollow(value: Any) -> Any:
-        if isinstance(value, Operand):
-            return torch.empty(value.shape, device="meta")
-        if type(value) in (list, tuple):
-            return type(value)(hollow(v) for v in value)
-        return value
-
     try:
-        with torch.no_grad():
-            result = call.func(*[hollow(a) for a in call.args], **{k: hollow(v) for k, v in call.kwargs.items()})
+        result = of_tensors_without_data(call)
     except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
         return None  # the call is invalid: it raises its own error when it runs on the real tensors
     outs = [result] if isinstance(result, torch.Tensor) else list(result)

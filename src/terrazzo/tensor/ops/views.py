@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from terrazzo._torch.dispatching import unseen_by_modes
 from terrazzo._torch.tensors import is_one_of_several_views, is_view
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout
 from terrazzo.tensor.copied_view import CopiedView, mark_alias
 from terrazzo.tensor.dispatch.outside_mesh import not_known
+from terrazzo.tensor.dispatch.shapes import of_tensors_without_data
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, OneArgument, Operand, Spec, within
-from terrazzo.tensor.dispatch.structure import on_stand_ins
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.strides import (
@@ -128,16 +127,10 @@ def view(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
         return None
     (input,) = call.operands
     whole = torch.empty(input.shape, device="meta")
-    result = _without_data(call, whole)
+    result = of_tensors_without_data(call, [whole])
     if result is whole:  # C++ returns its argument, in flatten
         return within(input, linear=[(0,)], moves_only=True, localize=lambda chosen: _itself)
     return reshape_spec(call, input, tuple(result.shape))
-
-
-def _without_data(call: Call, input: torch.Tensor) -> Any:
-    """What the function makes of a tensor on the meta device in the place of its operand; raises its own errors."""
-    with unseen_by_modes():
-        return on_stand_ins(call.func, call.args, call.kwargs, [call.operands[0].path], [input])
 
 
 def _itself(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
@@ -165,7 +158,7 @@ def dims_of_view(call: Call, localize: Callable[[Chosen], LocalFunction] | None 
         return None
     (input,) = call.operands
     strides = _STEPS[: input.ndim]
-    found = _without_data(call, torch.empty_strided(input.shape, strides, device="meta"))
+    found = of_tensors_without_data(call, [torch.empty_strided(input.shape, strides, device="meta")])
     results = [found] if isinstance(found, torch.Tensor) else list(found)
     sources = dict(zip(zip(strides, input.shape, strict=True), range(input.ndim), strict=True))
     outs: list[list[int | None]] = []
