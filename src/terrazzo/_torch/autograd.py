@@ -126,3 +126,19 @@ def have_hooks(tensors: Iterable[Tensor]) -> bool:
 def accumulation_hooks(tensor: Tensor) -> Mapping[int, Callable[[Tensor], None]] | None:
     """The hooks that `register_post_accumulate_grad_hook` has added to a leaf."""
     return tensor._post_accumulate_grad_hooks
+
+
+def leaves_of(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    """The leaves that the graphs of these tensors reach, by their ids."""
+    found = {id(tensor): tensor for tensor in tensors if tensor.is_leaf}
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable
+        waiting += [next_node for next_node, _ in node.next_functions if next_node is not None]
+    return found

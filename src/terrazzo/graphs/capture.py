@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from terrazzo._torch.autograd import leaves_of
 from terrazzo._torch.compiling import compiled_functions_run_eagerly
 from terrazzo._torch.dispatching import TorchDispatchMode, tree_flatten, tree_unflatten
 from terrazzo._torch.graphs import (
@@ -353,7 +354,7 @@ def _rehearse(
         memory = [memory_of(local) for local in real]
         if any(memory.count(memory[i]) > 1 for i in written):
             raise CaptureError("it writes to an input that shares memory with another", operation="a write")
-    reached = _leaves_of([*returned, *(stand_ins[i] for i in written)])
+    reached = leaves_of([*returned, *(stand_ins[i] for i in written)])
     if any(not isinstance(leaf, FakeTensor) for leaf in reached.values()):
         raise CaptureError(
             "it passes a tensor that is not among its arguments to code that does not ask PyTorch's functions, such as "
@@ -391,19 +392,3 @@ def _without_data(form: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return memory_of(tensor), tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
-def _leaves_of(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The leaves that the graphs of these tensors reach, by their ids."""
-    found = {id(tensor): tensor for tensor in tensors if tensor.is_leaf}
-    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen: set[Any] = set()
-    while waiting:
-        node: Any = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found[id(node.variable)] = node.variable
-        waiting += [next_node for next_node, _ in node.next_functions if next_node is not None]
-    return found

@@ -23,7 +23,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, KeysView, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain, pairwise
@@ -170,36 +170,8 @@ class _Variable(_Cell):
         self.cell.set(value)
 
 
-class _OfThread:
-    """What a `threading.local` holds for the thread that asks, as a mapping."""
-
-    def __init__(self, local: threading.local) -> None:
-        self._local = local
-
-    def __getitem__(self, name: str) -> Any:
-        return vars(self._local)[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        vars(self._local)[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del vars(self._local)[name]
-
-    def __len__(self) -> int:
-        return len(vars(self._local))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(vars(self._local))
-
-    def __contains__(self, name: object) -> bool:
-        return name in vars(self._local)
-
-    def keys(self) -> KeysView[str]:
-        return vars(self._local).keys()
-
-
 class _Attributes:
-    """The attributes of a class, or of an object with slots, as a mapping."""
+    """The attributes of a class, of an object with slots, or of a `threading.local` in the thread that asks."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = owner
@@ -214,11 +186,11 @@ class _Attributes:
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self.owner, name, value)
 
-    def __delitem__(self, name: str) -> None:
-        delattr(self.owner, name)
-
-    def has(self, name: str) -> bool:
+    def __contains__(self, name: str) -> bool:
         return hasattr(self.owner, name) if self._own is None else name in self._own
+
+    def __len__(self) -> int:
+        return len(vars(self.owner))
 
 
 class Container:
@@ -368,9 +340,9 @@ class Surroundings:
             self._value(label, _Variable(value), label, value.get(None))
         elif isinstance(value, threading.local):
             self._class(type(value))
-            own = _OfThread(value)
+            own, names = _Attributes(value), vars(value).keys()
             self._sized.append(own)  # an attribute may be new there
-            self._named(label, own, set(own) if self._any_name else self._names)
+            self._named(label, own, set(names) if self._any_name else self._names & names)
         elif isinstance(value, _UNCOMPARABLE):
             if self.uncomparable is None:
                 self.uncomparable = label, type(value).__name__
@@ -548,8 +520,6 @@ class Frozen:
     def _has(holder: Any, name: Any) -> bool:
         if isinstance(holder, _Cell):
             return True
-        if isinstance(holder, _Attributes):
-            return holder.has(name)
         return name < len(holder) if isinstance(holder, list) else name in holder
 
 

@@ -100,49 +100,34 @@ class OwnAttributes:
 # ------------------------------------------------------------------ memory and storage
 
 
+def _refusing(what: str) -> Any:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(what)
+
+    return refuse
+
+
 class NoRawAccess:
     """Refuses everything that would expose a tensor's memory, and says what to use instead."""
 
     __slots__ = ()
 
-    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("numpy()")
-
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("conversion to a numpy array")
-
-    def data_ptr(self) -> NoReturn:
-        _refuse("data_ptr()")
-
-    def const_data_ptr(self) -> NoReturn:
-        _refuse("const_data_ptr()")
-
-    def untyped_storage(self) -> NoReturn:
-        _refuse("untyped_storage()")
-
-    def storage(self) -> NoReturn:
-        _refuse("storage()")
-
-    def _typed_storage(self) -> NoReturn:
-        _refuse("typed storage")
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("DLPack export")
-
-    def __dlpack_device__(self) -> NoReturn:
-        _refuse("DLPack export")
-
-    def share_memory_(self) -> NoReturn:
-        _refuse("share_memory_()")
+    numpy = _refusing("numpy()")
+    __array__ = _refusing("conversion to a numpy array")
+    data_ptr = _refusing("data_ptr()")
+    const_data_ptr = _refusing("const_data_ptr()")
+    untyped_storage = _refusing("untyped_storage()")
+    storage = _refusing("storage()")
+    _typed_storage = _refusing("typed storage")
+    __dlpack__ = __dlpack_device__ = _refusing("DLPack export")
+    share_memory_ = _refusing("share_memory_()")
+    resize_ = _refusing("resize_()")
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], NoRawAccess):
             self.data = args[0].detach()  # type: ignore[misc, attr-defined]  # both are DTensors
             return self
         _refuse("set_() of anything but a DTensor")
-
-    def resize_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("resize_()")
 
     @property
     def __cuda_array_interface__(self) -> Any:

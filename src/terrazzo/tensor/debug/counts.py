@@ -24,37 +24,11 @@ _OPERATORS: dict[str, Any] = {
     "reduce": _plain.reduce_,
     "send": _plain.send,
 }
-"""The operator under which each kind is counted; torch has no operator for an exchange, which is counted by name."""
+"""The operator under which each kind is counted; torch has no operator for an exchange, which is counted by name.
+
+A kind comes before those whose names are part of its name."""
 
 _KINDS = {operator: kind for kind, operator in _OPERATORS.items()}
-
-_OPERATOR_KINDS = {
-    "all_reduce": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "allgather": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "_allgather_base": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "scatter": "scatter",
-    "gather": "gather",
-    "reduce": "reduce",
-    "send": "send",
-}
-"""The operators of the namespaces below, without a trailing underscore, by kind."""
 
 COLLECTIVE_NAMESPACES = ("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
@@ -70,7 +44,8 @@ def kind_of_operator(operator: Any) -> str | None:
     namespace, _, name = qualified.partition("::")
     if namespace not in COLLECTIVE_NAMESPACES:
         return None
-    return _OPERATOR_KINDS.get(name.rstrip("_"))
+    letters = name.replace("_", "")  # the namespaces write them in several ways, with more words after them
+    return next((kind for kind in _OPERATORS if kind.replace("_", "") in letters), None)
 
 
 def _key(key: Any) -> Any:

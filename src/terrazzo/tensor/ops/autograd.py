@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from terrazzo._torch.autograd import default_setup_context
+from terrazzo._torch.autograd import default_setup_context, leaves_of
 from terrazzo._torch.checkpointing import captured
 from terrazzo._torch.dispatching import attribute_of_wrapper, tree_flatten, tree_map, tree_unflatten
 from terrazzo._torch.function_apply import node_class_of, only_saves, plain_apply
@@ -263,10 +263,7 @@ def _forward(ctx: Any, user: Any, report: list[Any], layouts: Any, *flat: Any) -
 
 def _backward_of_user(ctx: Any, *grads: Any) -> Any:
     user = ctx.user
-    given = [
-        gradient_of(g, layout) if g is not None and layout is not None else g
-        for g, layout in zip(grads, ctx.out_layouts, strict=True)
-    ]
+    given = _given(grads, ctx.out_layouts)
     ctx.proxy.__dict__["_real"] = ctx
     try:
         with ctx.in_force():
@@ -276,6 +273,14 @@ def _backward_of_user(ctx: Any, *grads: Any) -> Any:
     result = result if isinstance(result, tuple) else (result,)
     found = (_input_grad(user, g, layout) for g, layout in zip(result, ctx.layouts, strict=False))
     return (None, None, None, *found)
+
+
+def _given(grads: Any, layouts: Any) -> tuple[Any, ...]:
+    """The gradients of outputs, or of inputs, as the user's functions get them."""
+    return tuple(
+        gradient_of(g, layout) if g is not None and layout is not None else g
+        for g, layout in zip(grads, layouts, strict=True)
+    )
 
 
 def _input_grad(user: type, gradient: Any, layout: Any) -> Any:
@@ -303,12 +308,6 @@ def _sums(value: Any) -> Any:
 def _hook_with_dtensors(node: Any) -> None:
     """Hooks on a bridge's node (for example a module's backward hooks) get DTensors, as the user's function does."""
 
-    def given(grads: Any, layouts: Any) -> tuple[Any, ...]:
-        return tuple(
-            gradient_of(g, layout) if g is not None and layout is not None else g
-            for g, layout in zip(grads, layouts, strict=True)
-        )
-
     def taken(grads: Any, layouts: Any) -> Any:
         if grads is None:
             return None
@@ -319,11 +318,11 @@ def _hook_with_dtensors(node: Any) -> None:
 
     def register_hook(self: Any, hook: Any) -> Any:
         ins, outs = self.tensor_layouts, self.out_layouts
-        return super(node, self).register_hook(lambda gi, go: taken(hook(given(gi, ins), given(go, outs)), ins))
+        return super(node, self).register_hook(lambda gi, go: taken(hook(_given(gi, ins), _given(go, outs)), ins))
 
     def register_prehook(self: Any, hook: Any) -> Any:
         outs = self.out_layouts
-        return super(node, self).register_prehook(lambda go: taken(hook(given(go, outs)), outs))
+        return super(node, self).register_prehook(lambda go: taken(hook(_given(go, outs)), outs))
 
     node.register_hook, node.register_prehook = register_hook, register_prehook
 
@@ -407,20 +406,6 @@ def _detached(x: Any) -> Any:
 
 def _depends_on_others(results: Iterable[Any], own: Iterable[torch.Tensor]) -> bool:
     """Whether the graph of `results` reaches a leaf outside `own`: then an outer computation still needs the graph."""
-    known = {id(_local(x)) for x in own}
-    waiting = [_local(x).grad_fn for x in results if isinstance(x, torch.Tensor)]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
-            return True
-        waiting.extend(next_node for next_node, _ in node.next_functions)
-    return False
-
-
-def _local(x: torch.Tensor) -> torch.Tensor:
-    return x._local if isinstance(x, DTensor) else x
+    locals_ = [_local_of(x) for x in results if isinstance(x, torch.Tensor)]
+    reached = leaves_of([local for local in locals_ if local.grad_fn is not None])
+    return not reached.keys() <= {id(_local_of(x)) for x in own}

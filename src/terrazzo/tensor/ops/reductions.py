@@ -84,16 +84,14 @@ def sum_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, 
     return reduction(input, dims, keepdim, "sum", linear=linear, joined=sums_in_single(with_dtype))
 
 
-@rule("count_nonzero")
-def count_nonzero(call: Call, input: Operand, dim: Any = None) -> Spec | None:
-    dims = reduced_dims(dim, input.ndim)
-    return None if dims is None else reduction(input, dims, False, "sum")
+_JOINED_BY = {"count_nonzero": "sum", "nansum": "sum", "prod": "product", "all": "min", "any": "max"}
 
 
-@rule("nansum")
-def nansum(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
+@rule(*_JOINED_BY)
+def joined(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
     dims = reduced_dims(dim, input.ndim)
-    return None if dims is None else reduction(input, dims, keepdim, "sum", joined=sums_in_single(with_dtype))
+    in_single = sums_in_single(with_dtype) if call.name in ("nansum", "prod") else None
+    return None if dims is None else reduction(input, dims, keepdim, _JOINED_BY[call.name], joined=in_single)
 
 
 @rule("mean")
@@ -172,18 +170,6 @@ def loser(dtype: torch.dtype, op: str) -> Any:
     if dtype.is_floating_point:
         return float("inf") if op == "min" else float("-inf")
     return torch.iinfo(dtype).max if op == "min" else torch.iinfo(dtype).min
-
-
-@rule("prod")
-def prod_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
-    dims = reduced_dims(dim, input.ndim)
-    return None if dims is None else reduction(input, dims, keepdim, "product", joined=sums_in_single(with_dtype))
-
-
-@rule("all", "any")
-def all_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> Spec | None:
-    dims = reduced_dims(dim, input.ndim)
-    return None if dims is None else reduction(input, dims, keepdim, "min" if call.name == "all" else "max")
 
 
 @rule("cumsum", "cumprod", "logcumsumexp", "sort", "argsort", "cummax", "cummin")
