@@ -225,6 +225,19 @@ def make_group(ranks: Sequence[int], rank: int, name: str, timeout: timedelta, d
     return group
 
 
+def group_of_jobs(store: Store, rank: int, size: int, backends: str, name: str, timeout: timedelta) -> ProcessGroup:
+    """Create a group of processes of several jobs, each with a default group of its own; they meet in `store`."""
+    _alone.makes = True
+    try:  # torch takes a group without global ranks for a default one, and leaves the default one as it is
+        group, _ = _new_group(
+            size, rank, [], backends, store, distributed_c10d.GroupName(name), timeout=timeout, group_desc=name
+        )
+    finally:
+        _alone.makes = False
+    distributed_c10d._world.pg_group_ranks[group] = {index: index for index in range(size)}
+    return group
+
+
 # ------------------------------------------------------------------ groups that are destroyed
 
 _ENDS = "caches of plans, axes and meshes are emptied when a process group is destroyed"

@@ -224,7 +224,7 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        return _starts(self.asked)[1]
+        return nbytes_of(self.asked)
 
     def views(self, data: torch.Tensor) -> Iterator[torch.Tensor]:
         """The boxes in the message's bytes."""
@@ -283,14 +283,19 @@ def _messages(sender: int, pieces: Sequence[tuple[AskedBox, int]], limit: int) -
 def packed(asked: Sequence[AskedBox], snapshot: Snapshot, most: int) -> torch.Tensor:
     """The bytes of a message; `PublishError` if that is not published, or has more than `most` bytes."""
     _check(asked, snapshot)
-    nbytes = _starts(asked)[1]
+    nbytes = nbytes_of(asked)
     if len(asked) > 1 and nbytes > most:
         raise PublishError(f"a receiver asks for {nbytes} bytes at once, and at most {most} are sent")
     data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    for each, view in zip(asked, _views(data, asked), strict=True):
-        box, tensor = snapshot.boxes[each.source], snapshot.tensors[each.source]
-        as_bytes(view).copy_(as_bytes(tensor[each.box.relative_to(box).slices()]))
+    pack(data, asked, snapshot.boxes, snapshot.tensors)
     return data
+
+
+def pack(data: torch.Tensor, asked: Sequence[AskedBox], boxes: Sequence[Box], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the boxes of a message into its bytes, from the sender's tensors, of which each is one of its boxes."""
+    for each, view in zip(asked, _views(data, asked), strict=True):
+        source = tensors[each.source][each.box.relative_to(boxes[each.source]).slices()]
+        as_bytes(view).copy_(as_bytes(source))
 
 
 def _check(asked: Sequence[AskedBox], snapshot: Snapshot) -> None:
@@ -306,6 +311,11 @@ def _check(asked: Sequence[AskedBox], snapshot: Snapshot) -> None:
                 f"a receiver asks for {each}, which does not fit the {tensor.dtype} box {box} of "
                 f"{snapshot.names[each.source]!r}"
             )
+
+
+def nbytes_of(asked: Sequence[AskedBox]) -> int:
+    """The length of a message."""
+    return _starts(asked)[1]
 
 
 def _starts(asked: Sequence[AskedBox]) -> tuple[list[int], int]:

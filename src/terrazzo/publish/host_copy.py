@@ -137,7 +137,7 @@ def sources_of(
         ):
             wrong.append(
                 f"{name}: the published dtype is {offered.dtype}, which {info.dtype} cannot represent exactly: "
-                f"publish with dtype={info.dtype}, or pass allow_lossy_dtype=True to the Receiver"
+                f"publish with dtype={info.dtype}, or pass allow_lossy_dtype=True"
             )
         found[name] = source
     lines = [f"{name}: not published" for name in missing if strict] + wrong
@@ -154,6 +154,11 @@ def sources_of(
 _Key = tuple[str, Box, torch.dtype]
 
 
+def targets_of(parts: Parts, sources: Mapping[str, str]) -> list[tuple[_Key, ModelPart]]:
+    """The receiver's parts that are published, each with its published name, its box and its dtype."""
+    return [((sources[part.name], part.box, part.data.dtype), part) for part in parts.parts if part.name in sources]
+
+
 class HostCopy:
     """Host memory for this rank's part of the published tensors. The memory of the one `before` is used again, as far
     as it fits."""
@@ -163,12 +168,12 @@ class HostCopy:
         slots: dict[_Key, ReceivedBox] = {}
         known: dict[_Key, torch.Tensor] = {}
         if before is not None:
-            keys = {key for key, _ in self._keyed(parts)}
+            keys = {key for key, _ in targets_of(parts, sources)}
             for slot in before.slots:
                 if (key := (slot.source, slot.box, slot.data.dtype)) in keys:
                     known[key] = slot.data
             before.slots, before._by_source = [], {}  # frees what does not fit before more is allocated
-        for key, part in self._keyed(parts):
+        for key, part in targets_of(parts, sources):
             if key not in slots:
                 data = known.get(key)
                 if data is None or data.is_pinned() == part.data.is_cpu:
@@ -182,17 +187,10 @@ class HostCopy:
         for slot in self.slots:
             self._by_source.setdefault(slot.source, []).append(slot)
 
-    def _keyed(self, parts: Parts) -> list[tuple[_Key, ModelPart]]:
-        return [
-            ((self._sources[part.name], part.box, part.data.dtype), part)
-            for part in parts.parts
-            if part.name in self._sources
-        ]
-
     def follow(self, parts: Parts) -> None:
         """Refer to the model's present memory: it may have been moved, for instance to another device."""
         in_model: dict[_Key, list[torch.Tensor]] = {}
-        for key, part in self._keyed(parts):
+        for key, part in targets_of(parts, self._sources):
             in_model.setdefault(key, []).append(part.data)
         slots = {(slot.source, slot.box, slot.data.dtype): slot for slot in self.slots}
         if in_model.keys() != slots.keys():

@@ -304,7 +304,7 @@ def find_team(
     if no_dist or not (dist.is_available() and dist.is_initialized()):
         return Team(0, (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,), None, doing)
     group = process_group if process_group is not None else dist.group.WORLD
-    rank = dist.get_rank(group)
+    rank = group.rank() if isinstance(group, dist.ProcessGroup) else -1  # one of several jobs has ranks of its own
     if rank < 0:
         raise CheckpointError(
             f"rank {dist.get_rank()} is not in the process group: call save or load on the ranks of the group only"
