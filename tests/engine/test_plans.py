@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import terrazzo
+import terrazzo.deepspeed
 from engine.runs import averaged, drawn
 from installed import needs
 from ranks import fresh_values, run_ranks
@@ -36,17 +37,22 @@ def check() -> None:
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(31, (4, 6), generator=generator) for _ in range(3)]
     optimizer = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
-    for make, tied, stage, sequence in (
-        (llama, False, 3, 1),
-        (llama, True, 1, 1),
-        (phi, False, 2, 1),
-        (llama, False, 2, 2),
+    on_host = {"device": "cpu"}
+    for make, tied, stage, sequence, more in (
+        (llama, False, 3, 1, {"offload_optimizer": on_host, "offload_param": on_host}),
+        (llama, True, 1, 1, {}),
+        (phi, False, 2, 1, {}),
+        (llama, False, 2, 2, {"offload_optimizer": on_host}),
     ):
         one = make(tied)
         steps = torch.optim.AdamW(one.parameters(), lr=0.01, weight_decay=0.1)
-        config = {"train_batch_size": 4, "optimizer": optimizer, "zero_optimization": {"stage": stage}}
+        config = {"train_batch_size": 4, "optimizer": optimizer, "zero_optimization": {"stage": stage, **more}}
         config["sequence_parallel_size"] = sequence
-        engine = initialize(make(tied), config={**config, "tensor_parallel": {"autotp_size": 2}})
+        keys = {**config, "tensor_parallel": {"autotp_size": 2}}
+        if more:
+            engine = terrazzo.deepspeed.initialize(model=make(tied), config=keys)[0].core
+        else:
+            engine = initialize(make(tied), config=keys)
         data = engine.ranks.samples
         assert (engine.dp_world_size, engine.mp_world_size) == (2 // sequence, 2)
         for ids in batches:
