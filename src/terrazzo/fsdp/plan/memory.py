@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from terrazzo.fsdp.plan.operations import Buffer, Operation
-from terrazzo.fsdp.plan.units import Spec
+from terrazzo.fsdp.plan.units import Sizes, Spec
 
 
 def sizes_of(spec: Spec) -> dict[Buffer, int]:
@@ -16,7 +16,8 @@ def sizes_of(spec: Spec) -> dict[Buffer, int]:
     for i, unit in enumerate(spec.units):
         if unit.sizes is None:
             continue
-        found.update((Buffer(kind, i), size) for kind, size in unit.sizes._asdict().items())
+        for kind, size in zip(Sizes.__annotations__, unit.sizes, strict=True):
+            found[Buffer(kind, i)] = size
         found[Buffer("partial", i)] = unit.sizes.reduced
     return found
 
