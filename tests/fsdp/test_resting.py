@@ -150,6 +150,9 @@ def check_the_last() -> None:
         assert {where_of(block) for block in blocks} == {Where.SHARDED}  # no backward follows
 
     assert [gathers() for _ in range(3)] == [7, 6, 6]  # the root's once, and those of three blocks
+    for last in (False, False, True):  # nothing is gathered ahead for a backward that has been
+        model.set_is_last_backward(last)
+        assert gathers() == 6
     loss = loss_of(model, mine(x), mine(y))
     assert [where_of(block) for block in blocks] == [Where.SHARDED, Where.SHARDED, Where.AWAITED]
     assert all(isinstance(p, DTensor) for p in blocks.parameters())  # as in PyTorch

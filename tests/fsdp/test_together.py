@@ -322,14 +322,19 @@ def test_a_module_leaves_its_unit():
     run_ranks(2, check_parting)
 
 
+def each_with(modules: int) -> tuple[int, ...]:
+    """The unit of each module, if three units have so many."""
+    return tuple(unit for unit in range(3) for _ in range(modules))
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_plans_are_free_of_races(streams):
     from fsdp.test_plan import SETTINGS, SIZES
 
     for settings in SETTINGS:
         for modules in (2, 3):
-            units = tuple(UnitSpec(name, modules, SIZES, **settings) for name in "abc")
-            spec = Spec(units, streams, overlapped=0)
+            units = tuple(UnitSpec(name, SIZES, **settings) for name in "abc")
+            spec = Spec(units, streams, each_with(modules), overlapped=0)
             for micro_batches in (1, 2):
                 check(plan_steps(spec, 3, micro_batches=micro_batches).operations, spec)
 
@@ -337,7 +342,7 @@ def test_plans_are_free_of_races(streams):
 def test_every_mark_is_waited_for():
     from fsdp.test_plan import SIZES, without
 
-    spec = Spec(tuple(UnitSpec(name, 3, SIZES) for name in "abc"), True)
+    spec = Spec(tuple(UnitSpec(name, SIZES) for name in "abc"), True, each_with(3))
     operations = plan_steps(spec, 2).operations
     check(operations, spec)
     for what in ("gathered", "copied", "packed", "reduced", "finished"):

@@ -86,7 +86,7 @@ class _Planner:
         first = self.phase[unit] is Phase.IDLE
         if first:
             self.phase[unit] = Phase.FORWARD
-            self.running[unit] = (1 << self.spec.units[unit].modules) - 1  # a bit for each
+            self.running[unit] = sum(1 << other for other, of in enumerate(self.spec.modules) if of == unit)
         spec = self.spec.units[unit]
         if spec.sizes is None:
             return
@@ -112,7 +112,7 @@ class _Planner:
             return
         if returns and self.spec.units[unit].sizes is not None and self.state.ended[:1] != (unit,):
             self.changes["ended"] = (unit, *self.state.ended[: self.spec.furthest - 1])
-        self.running[unit] &= ~self._bit_of(module)
+        self.running[unit] &= ~(1 << module)
         if keep:
             self.needed.add(unit)
         if not self.running[unit]:
@@ -164,6 +164,7 @@ class _Planner:
         self._show_all()
         self._begin_backward()
         self.phase[unit] = Phase.BACKWARD
+        self.changes["ended"] = before
         self.needed.discard(unit)
         spec = self.spec.units[unit]
         self._make_room(0, spec.reduce_buffers)
@@ -485,10 +486,6 @@ class _Planner:
 
     def _is_gathering(self, unit: int) -> bool:
         return self.where[unit] in (Where.GATHERING, Where.GATHERING_INNER)
-
-    def _bit_of(self, module: int) -> int:
-        unit = self.spec.modules[module]
-        return 1 << sum(each == unit for each in self.spec.modules[:module])
 
 
 def _buffers(unit: int, kinds: str) -> tuple[Buffer, ...]:

@@ -74,7 +74,9 @@ class State:
     running: tuple[int, ...]  # for each unit the modules that this forward has yet to run, as bits
     outermost: int = -1  # the module whose forward the user called
     entered: int = 0  # the number of units that this forward has entered
-    ended: tuple[int, ...] = ()  # units whose forwards have ended, the latest first: their backwards come in this order
+    # Units whose forwards have ended, the latest first: their backwards come in this order. Those that backward has
+    # reached are none of them any more.
+    ended: tuple[int, ...] = ()
     in_backward: bool = False
     records_graph: bool = False  # whether another backward may run through this one
     reducing: tuple[Reducing, ...] = ()  # the oldest first

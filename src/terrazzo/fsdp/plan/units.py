@@ -55,7 +55,6 @@ class UnitSpec(Switches):
     """Groups whose parameters are gathered and reduced in one message for each dtype."""
 
     name: str
-    modules: int = 1
     sizes: Sizes | None = None  # None: it has no parameters
     trainable: bool = True
     aliased: bool = False  # whether the unsharded parameters are the shards
@@ -76,11 +75,10 @@ class Spec:
 
     units: tuple[UnitSpec, ...]
     streams: bool  # whether the device has streams; else the host waits for results
-    modules: tuple[int, ...] = ()  # the unit of each module; by default those of each unit one after the other
+    modules: tuple[int, ...] = ()  # the unit of each module; by default each has one
     overlapped: int = 1 << 20  # bytes on CPU that may be gathered further ahead, or be in reduction meanwhile
     furthest: int = 4  # the number of units that may be gathered ahead
 
     def __post_init__(self) -> None:
         if not self.modules:
-            counted = tuple(u for u, unit in enumerate(self.units) for _ in range(unit.modules))
-            object.__setattr__(self, "modules", counted)
+            object.__setattr__(self, "modules", tuple(range(len(self.units))))

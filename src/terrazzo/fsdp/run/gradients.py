@@ -186,7 +186,7 @@ class Gradients:
         Other replicas may have some of micro-batches that this one did not run, so over replicas there always is room,
         as long as any rank has gradients.
         """
-        if self.waiting or in_backward or self.over_replicas:
+        if param in self.bucket.params and (self.waiting or in_backward or self.over_replicas):
             self._frozen.add(param)
 
     @property

@@ -189,7 +189,7 @@ class Root:
 
     def spec(self) -> Spec:
         """The input of the planner."""
-        units = [UnitSpec(group.name, modules=0) for group in self.groups]
+        units = [UnitSpec(group.name) for group in self.groups]
         for unit in self.units:
             units[unit.index] = self._unit_spec(unit)
         modules = tuple([group.unit.index for group in self.groups for _ in group.modules])
@@ -199,7 +199,6 @@ class Root:
         group, aliased = unit.groups[0], all(bucket.will_alias for bucket in unit.buckets)
         return UnitSpec(
             name=unit.name,
-            modules=len(unit.modules),
             sizes=unit.sizes() if unit.params else None,
             trainable=any(gradients.plan() is not None for gradients in unit.gradients),
             aliased=aliased,

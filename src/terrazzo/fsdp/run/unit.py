@@ -214,23 +214,24 @@ class Unit:
         kept = [each for each in self._kept if each is not None]
         for each in kept:
             each.copy_flags()
+        changed |= self._follow_faces(False)
+        for each in kept if changed else ():
+            each.set_flags()
+        return changed
+
+    def _follow_faces(self, in_backward: bool) -> bool:
+        changed = False
         for param in self.params:
             flag = param.requires_grad
             if param.sharded._local.requires_grad is flag and param.unsharded_local.requires_grad is flag:
                 continue  # nearly always: this runs for every parameter in each forward and backward
             if param.follow_flag():
-                self._note_flag(param, False)
                 changed = True
-        for each in kept if changed else ():
-            each.set_flags()
-        return changed
-
-    def _note_flag(self, param: ShardedParameter, in_backward: bool) -> None:
-        """A parameter that was frozen may have gradients, of earlier backwards or of this one."""
-        if not param.requires_grad:
-            for gradients in self.gradients:
-                if param in gradients.bucket.params:
+                for gradients in (
+                    self.gradients if flag else ()
+                ):  # it may have some, of earlier backwards or of this one
                     gradients.note_frozen(param, in_backward)
+        return changed
 
     def save_writes(self) -> list[str]:
         """Copy to the shards what users have written to unsharded parameters, which have values; returns these
@@ -370,10 +371,7 @@ class Unit:
     def _show_sharded(self) -> None:
         if self.registration.shows_sharded:
             return
-        for param in self.params:  # which users have had in their hands
-            if param.unsharded_local.requires_grad is not param.requires_grad and param.follow_flag():
-                self._note_flag(param, in_backward())
-                self._flags_changed = True
+        self._flags_changed |= self._follow_faces(in_backward())  # users have had the others in their hands
         self.registration.show_sharded()
 
     def keep(self) -> None:
