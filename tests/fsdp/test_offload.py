@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy as PyTorchs
 
 from device_ranks import run_on_devices
 from fsdp.compare import Model, batches, loss_of, mine, shard_blocks, train_alike
 from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPValueError
 from terrazzo.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, offload
+from terrazzo.fsdp.group import group_of
 from terrazzo.tensor import DTensor, init_device_mesh
 
 pytestmark = pytest.mark.on_late(both=True)
@@ -114,6 +116,17 @@ def test_offloading_from_cpu_to_cpu(world):
     run_ranks(world, check_plain)
 
 
+def check_pytorchs() -> None:
+    mesh = init_device_mesh(device_type(), (1,))
+    for pinned in (True, False):
+        model: Any = fully_shard(nn.Linear(2, 2), mesh=mesh, offload_policy=PyTorchs(pin_memory=pinned))
+        assert group_of(model).settings.offload == CPUOffloadPolicy(pinned)
+
+
+def test_pytorchs_policy_is_one():
+    run_ranks(1, check_pytorchs)
+
+
 # ------------------------------------------------------------------ gradients on the host
 
 
@@ -165,7 +178,7 @@ def test_gradients_are_on_the_host_until_they_are_asked_for(world):
 
 def check_devices(device: torch.device) -> None:
     mesh, kind = init_device_mesh(device.type, (dist.get_world_size(),)), device.type
-    policies = (STATE_ONLY, kind), (GRADIENTS_TOO, kind), (CPUOffloadPolicy(), "cpu"), (OffloadPolicy(), kind)
+    policies = (STATE_ONLY, kind), (GRADIENTS_TOO, kind), (PyTorchs(), "cpu"), (OffloadPolicy(), kind)
     for policy, where in policies:
         torch.manual_seed(0)
         model = Model(3, 64, 256)

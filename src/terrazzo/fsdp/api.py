@@ -18,7 +18,7 @@ from terrazzo.fsdp.meshes import DataMesh, DataParallelMeshDims
 from terrazzo.fsdp.misuse import remark_on_hooks, watch_optimizers
 from terrazzo.fsdp.module import FSDPModule, keep_state_dicts_sharded, make_fsdp_module
 from terrazzo.fsdp.parameter import IGNORED, REPLACED, ShardedParameter, ShardPlacementFn, collect, mark, placed
-from terrazzo.fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from terrazzo.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from terrazzo.fsdp.run.forming import join
 from terrazzo.fsdp.run.unit import Unit
 from terrazzo.fsdp.settings import Settings
@@ -101,6 +101,8 @@ def fully_shard(
     """
     modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
     _check_arguments(modules, reshard_after_forward)
+    if not isinstance(offload_policy, OffloadPolicy) and hasattr(offload_policy, "pin_memory"):  # PyTorch's class
+        offload_policy = CPUOffloadPolicy(offload_policy.pin_memory)
     data = DataMesh.of(mesh, dp_mesh_dims)
     settings = Settings(data, mp_policy, offload_policy)
     ignored = set() if ignored_params is None else set(ignored_params)
