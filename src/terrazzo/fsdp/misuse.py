@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -72,12 +73,12 @@ def _check_parameters(optimizer: Optimizer) -> frozenset[int]:
             raise FSDPError(
                 f"{type(optimizer).__name__} was built before parameters of the model were replaced, as "
                 "load_state_dict(assign=True) and assignments do, and to_empty of a module inside a sharded one: it "
-                f"holds {len(replaced)} parameters ({_shown(replaced)}) that the model no longer uses. Build the "
+                f"holds {len(replaced)} parameters ({shown(replaced)}) that the model no longer uses. Build the "
                 "optimizer from model.parameters() afterwards"
             )
         raise FSDPError(
             f"{type(optimizer).__name__} was built before fully_shard: it holds {len(replaced)} parameters "
-            f"({_shown(replaced)}) "
+            f"({shown(replaced)}) "
             "that the model no longer uses. Build the optimizer after sharding, from model.parameters()"
         )
     return ids
@@ -96,7 +97,8 @@ def _names_in(optimizer: Optimizer, names: dict[int, str]) -> list[str]:
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
 
 
-def _shown(names: list[str]) -> str:
+def shown(names: Sequence[str]) -> str:
+    """The first names, for a message."""
     return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
 
 
@@ -109,7 +111,7 @@ def _refuse_unsharded(optimizer: Optimizer) -> None:
     if found:
         del _checked[optimizer]
         raise FSDPError(
-            f"{type(optimizer).__name__} was built while {len(found)} of its parameters ({_shown(found)}) were "
+            f"{type(optimizer).__name__} was built while {len(found)} of its parameters ({shown(found)}) were "
             "unsharded, as those of the root are after an evaluation, or kept by reshard_after_forward=n: it would not "
             "train them. Call reshard() on the modules that hold them, or build the optimizer before the first forward"
         )
@@ -127,7 +129,7 @@ def _remark_on_added(optimizer: Optimizer) -> None:
     names = _names_in(optimizer, plain)
     if names:
         warnings.warn(
-            f"parameters that came into the model after fully_shard ({_shown(names)}) are not sharded, and no rank "
+            f"parameters that came into the model after fully_shard ({shown(names)}) are not sharded, and no rank "
             "averages their gradients: each rank trains its own. Add modules before fully_shard; if you average the "
             "gradients yourself, name the parameters in ignored_params",
             stacklevel=3,
@@ -150,7 +152,7 @@ def remark_on_writes(written: list[str], known: set[str]) -> set[str]:
     new = [name for name in written if name not in known]
     if new:
         warnings.warn(
-            f"parameters ({_shown(new)}) were written to while their module ran, or before its backward ended: each "
+            f"parameters ({shown(new)}) were written to while their module ran, or before its backward ended: each "
             "rank keeps of that what it wrote to its own rows. This is as on one device if all ranks write the same, "
             "and not if it depends on the batch, as in nn.Embedding(max_norm=...)",
             stacklevel=2,
@@ -162,7 +164,7 @@ def remark_on_unsharded_gradients(names: list[str]) -> None:
     """Warn about gradients of unsharded parameters that the optimizer does not have."""
     if names:
         warnings.warn(
-            f".grad of parameters ({_shown(names)}) was set while they were unsharded, as those of the root are after "
+            f".grad of parameters ({shown(names)}) was set while they were unsharded, as those of the root are after "
             "an evaluation, or by a backward after that of the model: the optimizer does not see it. Call reshard() on "
             "the model before .grad is set, and add what is computed from parameters to the loss",
             stacklevel=5,
@@ -173,7 +175,7 @@ def remark_on_hooks(names: list[str]) -> None:
     """Warn about hooks that are never called, because the sharded parameter is another tensor."""
     if names:
         warnings.warn(
-            f"hooks were registered on parameters ({_shown(names)}) before fully_shard, which replaces the parameters: "
+            f"hooks were registered on parameters ({shown(names)}) before fully_shard, which replaces the parameters: "
             "they will not be called. Register them after sharding",
             stacklevel=3,
         )

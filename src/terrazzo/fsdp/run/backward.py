@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from terrazzo.errors import FSDPError
+from terrazzo.fsdp.misuse import shown
 from terrazzo.fsdp.plan.course import Course, Spot
 from terrazzo.fsdp.plan.state import Event, Phase, Where
 from terrazzo.fsdp.run.memory import free_memory_aside
@@ -64,8 +65,7 @@ class Backward:
             kind, unit, *more = course.events[course.left]
             phase = root.state.phase[unit]
             if kind is Event.REACH and phase is Phase.IDLE:
-                if unit not in self.reached and root.executor.units[unit].with_own_gradients():
-                    self._look_for_unnoticed(unit)
+                self._look_for_unnoticed(unit)
                 self._reach(unit, *more)
             elif kind is Event.REACH_END and phase is Phase.BACKWARD:
                 if not (root.state.records_graph and unit in self.reached):  # backward through this one may be in it
@@ -74,8 +74,7 @@ class Backward:
     def reach(self, unit: int, before: tuple[int, ...]) -> None:
         """Called when backward reaches a unit; `before` are the units that ran before it, the latest first."""
         if self._root.state.phase[unit] is not Phase.BACKWARD:
-            known = self._root.executor.units[unit]
-            if len(known.modules) > 1 and unit not in self.reached and known.with_own_gradients():
+            if len(self._root.executor.units[unit].modules) > 1:
                 self._look_for_unnoticed(unit)  # of another of its modules
             self._reach(unit, before)
         self.reached.add(unit)
@@ -85,8 +84,7 @@ class Backward:
         if unit.index in self.staying:
             return
         if self._root.state.phase[unit.index] is Phase.BACKWARD or unit.has_gradients():
-            if unit.index not in self.reached:
-                self._look_for_unnoticed(unit.index)
+            self._look_for_unnoticed(unit.index)
             self._root.advance_without_graph((Event.REACH_END, unit.index))
 
     def _reach(self, unit: int, before: tuple[int, ...]) -> None:
@@ -101,8 +99,7 @@ class Backward:
         units = self._root.units
         found = tuple([unit.index for unit in units if unit.has_gradients() or self._waits_for_replicas(unit)])
         for index in found:
-            if index not in self.reached:
-                self._look_for_unnoticed(index)
+            self._look_for_unnoticed(index)
         return found
 
     def passed(self) -> set[int]:
@@ -111,10 +108,9 @@ class Backward:
 
     def _waits_for_replicas(self, unit: Unit) -> bool:
         """Whether a unit has gradients from an earlier backward that must be reduced over the replicas now."""
-        replicated = self._root.executor.spec.units[unit.index].replicated
-        if not (replicated and unit.groups[0].switches.all_reduce and unit.has_partial()):
-            return False
-        return not any(unit.index == one.unit for one in self._root.state.reducing)
+        known, running = self._root.executor.spec.units[unit.index], self._root.state.reducing
+        waits = known.replicated and known.all_reduce and unit.has_partial()
+        return waits and all(unit.index != one.unit for one in running)
 
     def _look_for_unnoticed(self, index: int) -> None:
         """Note a unit with gradients if backward ran through its modules without a hook that said so, while its
@@ -123,8 +119,9 @@ class Backward:
         Freed parameters read as NaN. Where they were about to be received in place, they may read as anything.
         """
         unit, where = self._root.executor.units[index], self._root.state.where[index]
-        aliased = self._root.executor.spec.units[index].aliased
-        if unit.waiting or unit.has_partial() or aliased or where.is_whole:
+        if index in self.reached or where.is_whole or self._root.executor.spec.units[index].aliased:
+            return
+        if unit.waiting or unit.has_partial() or not unit.with_own_gradients():
             return
         arriving = where is Where.GATHERING and unit.in_place
         if arriving or any(gradients.have_nan() for gradients in unit.gradients):
@@ -135,10 +132,10 @@ class Backward:
         lost = [name for unit in self._root.units for name in unit.with_gradients_of_kept_parts()]
         if lost:
             return (
-                f"backward gave gradients to the parts of parameters ({', '.join(map(repr, lost[:3]))}"
-                f"{', ...' if len(lost) > 3 else ''}) that reshard_after_forward=n keeps between forward and backward, "
-                "where the optimizer does not see them: something was computed from model.parameters() between forward "
-                "and backward. Compute it before forward, or in a module, or pass reshard_after_forward=True"
+                f"backward gave gradients to the parts of parameters ({shown(lost)}) that reshard_after_forward=n "
+                "keeps between forward and backward, where the optimizer does not see them: something was computed "
+                "from model.parameters() between forward and backward. Compute it before forward, or in a module, or "
+                "pass reshard_after_forward=True"
             )
         if self._unnoticed:
             return (

@@ -17,7 +17,7 @@ from terrazzo.comm.mesh import ranks_of
 from terrazzo.comm.watch import Watch
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group, group_of, with_switches
-from terrazzo.fsdp.misuse import note_model, remark_on_single_group, remark_on_unsharded_gradients
+from terrazzo.fsdp.misuse import note_model, remark_on_single_group, remark_on_unsharded_gradients, shown
 from terrazzo.fsdp.plan.course import Course, Spot
 from terrazzo.fsdp.plan.operations import Stream
 from terrazzo.fsdp.plan.state import Event, State, Where
@@ -155,9 +155,9 @@ class Root:
         for unit in self.units:
             if differ(unit.groups):
                 self._courses_made.clear()  # no backward runs through these again
-                names = ", ".join(repr(group.name) for group in unit.groups[:3])
+                names = shown([group.name for group in unit.groups])
                 raise FSDPError(
-                    f"rank {dist.get_rank()}: settings of one of the modules {names}{', ...' * (len(unit.groups) > 3)} "
+                    f"rank {dist.get_rank()}: settings of one of the modules {names} "
                     "were changed between a forward and its backward, but these small modules are gathered and "
                     "reduced in one message: change settings before forward, or call set_coalesce_bytes(0) on the model"
                 )
