@@ -57,8 +57,8 @@ class Cells(HTMLParser):
 def test_a_layout():
     layout = Layout.of(SketchedMesh((2, 3), ("dp", "tp")), [Shard(0), Replicate()], (5, 4))
     cells = Cells(layout._repr_html_())
-    assert cells.rows[:3] == [["", "0-2", "3-4"], ["", "0-2", "3-5"]] + cells.rows[2:3]
-    assert "dp: S(0), tp: R" in cells.rows[2][0] and "script" not in cells.tags
+    assert cells.rows[:3] == [["", "all"], ["0-2", "0-2"], ["3-4", "3-5"]], "rows are below one another"
+    assert "dp: S(0), tp: R" in cells.rows[3][0] and "script" not in cells.tags
 
 
 def test_a_layout_of_three_dims():

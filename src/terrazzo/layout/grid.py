@@ -41,10 +41,13 @@ class Grid:
     def folded(self) -> tuple[list[int], int | None]:
         """As rows and columns: the dims whose parts are rows, together, and the one whose parts are columns.
 
-        Only dims that are cut count; a grid that is not cut has one row and one column.
+        The last dim lies, all others stand, and only those that are cut count.
+
+        >>> Grid((4, 6), ((0, 2), (0,)), ((0,), (1,))).folded()
+        ([0], None)
         """
-        cut = [dim for dim, starts in enumerate(self.starts) if len(starts) > 1]
-        return cut[:-1], (cut[-1] if cut else None)
+        *others, last = [dim if len(starts) > 1 else None for dim, starts in enumerate(self.starts)] or [None]
+        return [dim for dim in others if dim is not None], last
 
 
 def grid_of(shape: tuple[int, ...], boxes: Mapping[int, Box]) -> Grid | None:
