@@ -1,6 +1,6 @@
 """Takes the pictures of docs/view.md from the viewer's own pages: `python docs/pictures/view.py`.
 
-Needs Debian's chromium, and the extras `test` and `view`.
+Needs Debian's chromium, and the extra `test`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from terrazzo.testing import close_all, run_ranks
 from terrazzo.view import Page, Viewer, page_of
 from terrazzo.view.data.diff_data import diff_data
 from terrazzo.view.data.layout_data import SketchedMesh, layout_data
-from terrazzo.view.data.run_data import run_data
+from terrazzo.view.data.run_data import run_data, runs_data
 from terrazzo.view.data.trace_data import read_timeline
 
 FOLDER = Path(__file__).parent
@@ -83,7 +83,7 @@ def make_run(folder: Path) -> Page:
         for first, last in ((1, 76), (61, 121)):
             rows.writerow(["step", "train_loss"])
             rows.writerows([8 * step, loss_at(step)] for step in range(first, last))
-    return Page(run_data(folder, losses=folder / "loss.csv", samples_per_step=8, title="runs/gpt"))
+    return Page(runs_data([run_data(folder, losses=folder / "loss.csv", samples_per_step=8, title="runs/gpt")]))
 
 
 def loss_at(step: int) -> float:
@@ -107,7 +107,7 @@ def main() -> None:
     def pick_tensor(page: Any) -> None:
         page.locator(".row", has_text="qkv").first.click()
         page.get_by_role("button", name="Statistics").click()
-        page.locator(".chart .bars path").first.wait_for(state="attached")
+        page.locator(".chart .bars rect").first.wait_for(state="attached")
         page.locator(".cell").nth(2).click()
 
     def pick_rank(page: Any) -> None:

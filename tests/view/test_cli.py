@@ -70,7 +70,6 @@ def test_a_layout(tmp_path):
 
 
 def test_traces(tmp_path):
-    pytest.importorskip("plotly")
     run_ranks(2, check_what_ran, str(tmp_path))
     files = [tmp_path / f"rank-{rank}.json" for rank in range(2)]
     done = run(*files, "--out", tmp_path / "page.html", "--perfetto", tmp_path / "all.json")
@@ -78,11 +77,19 @@ def test_traces(tmp_path):
     data = data_of(tmp_path / "page.html")
     assert [each["rank"] for each in data["ranks"]] == [0, 1]
     assert {event["pid"] for event in json.loads((tmp_path / "all.json").read_text())["traceEvents"]} == {0, 1}
+    again = tmp_path / "again"
+    again.mkdir()
+    for file in files:
+        (again / file.name).write_bytes(file.read_bytes())
+    done = run(*files, *again.iterdir(), "--out", tmp_path / "page.html")
+    assert done.exit_code == 0, done.output
+    data = data_of(tmp_path / "page.html")
+    assert data["steps"] == [str(tmp_path), str(again)] and [each["step"] for each in data["ranks"]] == [0, 0, 1, 1]
     assert run(files[0], files[0]).exit_code == 2
+    assert run(files[0], again / files[0].name, "--perfetto", tmp_path / "all.json").exit_code == 2
 
 
 def test_a_run(tmp_path, monkeypatch):
-    pytest.importorskip("plotly")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     (tmp_path / "run.toml").write_text(
@@ -98,11 +105,15 @@ def test_a_run(tmp_path, monkeypatch):
     for named in ("run.toml", "steps"):
         assert run(named).exit_code == 0
         data = data_of(tmp_path / "terrazzo-view.html")
-        assert data["kind_of_page"] == "run" and [step["step"] for step in data["steps"]] == [5]
-        assert data["losses"] == ([[[1.0, 3.0], [2.0, 2.5]]] if named == "run.toml" else [])
+        assert data["kind_of_page"] == "run" and [step["step"] for step in data["runs"][0]["steps"]] == [5]
+        assert data["runs"][0]["losses"] == ([[[1.0, 3.0], [2.0, 2.5]]] if named == "run.toml" else [])
     other = tmp_path / "logs" / "mine" / "Train_Samples_train_loss.csv"
     assert run("steps", "--losses", other).exit_code == 0
-    assert data_of(tmp_path / "terrazzo-view.html")["losses"] == [[[4.0, 3.0], [8.0, 2.5]]]
+    assert data_of(tmp_path / "terrazzo-view.html")["runs"][0]["losses"] == [[[4.0, 3.0], [8.0, 2.5]]]
+    assert run("steps", "run.toml").exit_code == 0
+    data = data_of(tmp_path / "terrazzo-view.html")
+    assert data["title"].startswith("steps, ") and len(data["runs"]) == 2 and data["runs"][1]["losses"]
+    assert run("steps", "run.toml", "--losses", other).exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -128,16 +139,7 @@ def test_what_cannot_be_shown(arguments, told, tmp_path, monkeypatch):
     assert not (tmp_path / "terrazzo-view.html").exists()
 
 
-def test_without_plotly_pages_without_charts_are_made(paths, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    monkeypatch.setattr("terrazzo.view.page._plotly", sys.modules["terrazzo.view.page"]._plotly.__wrapped__)
-    assert run(paths[0], "--out", tmp_path / "page.html").exit_code == 0
-    done = run(paths[0], "--serve")
-    assert done.exit_code == 2 and "terrazzo[view]" in done.output
-
-
 def test_serving_until_interrupted(paths, tmp_path):
-    pytest.importorskip("plotly")
     command = [sys.executable, "-m", "terrazzo", "view", str(paths[0]), "--serve", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it

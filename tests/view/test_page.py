@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from terrazzo.view.data.diff_data import diff_data
 from terrazzo.view.data.layout_data import SketchedMesh, layout_data
 from terrazzo.view.page import SCRIPTS
 from view.chromium import chromium, opened, texts
-from view.samples import HOSTILE, save_hostile, save_sharded
+from view.samples import HOSTILE, SHARDED, save_hostile, save_sharded
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +69,143 @@ def test_a_checkpoints_tree_and_its_parts(browser, sharded, tmp_path):
 def test_searching(browser, sharded, tmp_path):
     with opened(browser, saved(page_of(Checkpoint(sharded)), tmp_path)) as page:
         page.get_by_role("searchbox").fill("model 5x3")
-        assert texts(page, ".row .name") == ["model.uneven"] and texts(page, ".found") == ["1 of 7 values"]
+        assert texts(page, ".row .name") == ["model.uneven"] and texts(page, ".found") == ["1 of 7 values, 60 bytes"]
         page.get_by_role("searchbox").fill("nothing like it")
-        assert texts(page, ".row .name") == [] and texts(page, ".found") == ["0 of 7 values"]
+        assert texts(page, ".row .name") == [] and texts(page, ".found") == ["0 of 7 values, 0 bytes"]
         page.get_by_role("searchbox").fill("")
         assert "model" in texts(page, ".row .name")
+
+
+NAMED = {
+    "model.layers.0.weight": ("bfloat16", [4096, 128]),
+    "model.layers.1.weight": ("float32", [128, 4096]),
+    "model.layers.10.weight": ("float32", [14096, 12]),
+    "model.layers.10.bias": ("int8", [4096]),
+    "optimizer.state.model.layers.0.weight.exp_avg": ("float32", [4096, 128]),
+    "step": (None, None),
+}
+SEARCHES = {
+    "model.layers.0.weight": [0, 4],
+    "layers/0": [0, 4],
+    "/model/layers/0/": [0, 4],
+    "layers[0]": [0, 4],
+    'model["layers"][0].weight': [0, 4],
+    "model['layers'][10]['bias']": [3],
+    "layers.1": [1],
+    "layers.1.": [1],
+    "LAYERS weight 1": [1],
+    "layers.*.weight": [0, 1, 2, 4],
+    "model.*.bias": [3],
+    "*.exp_avg": [4],
+    "layers.*": [0, 1, 2, 3, 4],
+    "module._orig_mod.model.layers.10.bias": [3],
+    "bf16": [0],
+    "dtype:fp32 name:layers.0": [4],
+    "dtype:float": [0, 1, 2, 4],
+    "shape:4096": [0, 1, 3, 4],
+    "4096x128": [0, 4],
+    "[4096, 128] bf16": [0],
+    "(4096,128)": [0, 4],
+    "shape:*x4096": [1],
+    "object": [5],
+    "shape:x": [],
+    "+(": [],
+}
+
+
+def test_a_search_in_any_notation(browser, tmp_path):
+    kinds = [
+        {"dtype": dtype, "shape": shape, "bytes": 8, "parts": 1, "cut": shape and {"steps": shape}}
+        for dtype, shape in NAMED.values()
+    ]
+    data = {
+        "kind_of_page": "checkpoint", "title": "names", "about": {"values": len(NAMED), "bytes": 8},
+        "names": list(NAMED), "kind": list(range(len(NAMED))), "owner": [-1] * len(NAMED), "kinds": kinds,
+        "owners": [], "files": [], "by_rank": False,
+    }  # fmt: skip
+    with opened(browser, saved(Page(data), tmp_path)) as page:
+        for words, expected in SEARCHES.items():
+            page.get_by_role("searchbox").fill(words)
+            assert texts(page, ".row .name") == [list(NAMED)[number] for number in expected], words
+
+
+def test_it_opens_with_what_takes_the_room(browser, tmp_path):
+    state = {
+        "model.a.w": torch.zeros(30, 10),
+        "model.b.w": torch.zeros(10, 10).bfloat16(),
+        "model.b.q": torch.zeros(50).char(),
+        "step": 3,
+    }
+    save(state, checkpoint_id=tmp_path / "one")
+    with opened(browser, saved(page_of(Checkpoint(tmp_path / "one")), tmp_path)) as page:
+        assert texts(page, ".overview h2") == ["All values"]
+        assert texts(page, ".overview .facts") == ["values4elements450size1.4 kB"]
+        legend = [" ".join(text.split()) for text in texts(page, ".overview .legend > span")]
+        assert legend == [
+            "float32 1.2 kB, 83% 1 tensor",
+            "bfloat16 200 bytes, 14% 1 tensor",
+            "int8 50 bytes, 3% 1 tensor",
+        ]
+        modules = page.locator(".modules button")
+        assert texts(page, ".modules .name") == ["model", "step"]
+        modules.first.click()
+        assert texts(page, ".overview h2") == ["model"] and texts(page, ".modules .name") == ["a", "b"]
+        modules.nth(1).click()
+        assert texts(page, ".overview h2") == ["model.b"] and texts(page, ".row.picked .name") == ["b"]
+        assert texts(page, ".modules .size") == ["200 bytes, 80%", "50 bytes, 20%"]
+        page.locator(".overview button", has_text="bfloat16").click()
+        assert texts(page, ".details h2") == ["model.b.w"]
+
+
+def test_keys(browser, sharded, tmp_path):
+    with opened(browser, saved(page_of(Checkpoint(sharded)), tmp_path)) as page:
+        rows = texts(page, ".row .name")
+        page.keyboard.press("j")
+        assert texts(page, ".row.picked .name") == rows[:1] and texts(page, ".details h2") == ["model"]
+        page.keyboard.press("ArrowDown")
+        assert texts(page, ".row.picked .name") == rows[1:2] and texts(page, ".details h2") == [f"model.{rows[1]}"]
+        page.keyboard.press("h")
+        assert texts(page, ".row.picked .name") == ["model"], "to the module above"
+        page.keyboard.press("h")
+        assert len(texts(page, ".row .name")) < len(rows), "which it closes"
+        page.keyboard.press("l")
+        page.keyboard.press("End")
+        assert texts(page, ".row.picked .name") == rows[-1:]
+        page.keyboard.press("/")
+        page.keyboard.type("cube j?")
+        assert page.get_by_role("searchbox").input_value() == "cube j?", "letters are typed there"
+        page.get_by_role("searchbox").fill("cube")
+        page.keyboard.press("Enter")
+        assert texts(page, ".details h2") == ["model.cube"]
+        page.keyboard.press("/")
+        page.keyboard.press("Escape")
+        assert texts(page, ".row .name") == rows
+        page.keyboard.press("?")
+        keys = texts(page, "dialog tbody tr")
+        assert page.locator("dialog").is_visible() and len(keys) == 8 and any("search" in each for each in keys)
+        page.keyboard.press("Escape")
+        assert not page.locator("dialog").is_visible()
+
+
+def test_cuts_are_drawn_along_their_own_axis(browser, tmp_path):
+    """Rows that are sharded are below one another; the axes and the mesh dims that cut them have their names."""
+    mesh = SketchedMesh((3, 2), ("dp", "tp"))
+    cases = {
+        (Shard(0), Replicate()): ((7, 5), "down", ["dim 1: 5 →", "← dim 0: 7 over dp"]),
+        (Replicate(), Shard(1)): ((7, 5), "across", ["dim 1: 5 over tp →", "← dim 0: 7"]),
+        (Shard(1), Replicate()): ((2, 7, 5), "down", ["dim 2: 5 →", "← dim 0: 2 × dim 1: 7 over dp"]),
+    }
+    for placements, (shape, way, axes) in cases.items():
+        with opened(browser, saved(page_of(Layout.of(mesh, list(placements), shape)), tmp_path)) as page:
+            boxes = [page.locator(".cell rect").nth(n).bounding_box() for n in range(page.locator(".cell").count())]
+            assert len(boxes) > 1
+            assert len({box["x"] for box in boxes}) == (1 if way == "down" else len(boxes))
+            assert len({box["y"] for box in boxes}) == (len(boxes) if way == "down" else 1)
+            sides = [box["height" if way == "down" else "width"] for box in boxes]
+            assert sides[-1] < sides[0], "the last part is smaller, as it is"
+            assert texts(page, "svg.grid .axis") == axes and texts(page, "svg.mesh .axis")[0] == "tp →"
+    with opened(browser, saved(page_of(Layout.of(mesh, [Shard(0), Shard(0)], (9,))), tmp_path)) as page:
+        assert texts(page, "svg.grid .axis") == ["dim 0: 9 over dp, tp →"], "a vector lies"
 
 
 def test_who_would_hold_what_on_a_mesh(browser, sharded, tmp_path):
@@ -87,6 +220,19 @@ def test_who_would_hold_what_on_a_mesh(browser, sharded, tmp_path):
         assert texts(page, ".sketch .said") == ["rank 5 (dp 1, tp 2) holds [2:4, 2:3, 0:5]: 10 elements, 40 bytes"]
         sketch.locator(".cell").nth(0).click()
         assert texts(page, ".sketch .said") == ["[0:2, 0:1, 0:5]: 10 elements, 40 bytes, on rank 0"]
+        page.get_by_label("mesh").fill("dp=2,tp=2")
+        for name, (_, placements) in SHARDED.items():  # without placements, those as which it was saved
+            page.locator(".row", has_text=name.removeprefix("model.")).click()
+            page.get_by_label("placements").fill("")
+            page.get_by_role("button", name="draw").click()
+            words = ", ".join(f"{m}: {placement}" for m, placement in zip(("dp", "tp"), placements, strict=True))
+            found = page.locator(".sketch .facts dd").first.text_content().split(" or ")
+            assert words in found and len(found) <= 2, "which two fit, where no rank tells them apart"
+        page.get_by_label("mesh").fill("dp=3")
+        page.get_by_role("button", name="draw").click()
+        assert texts(page, ".sketch .error")[0].startswith("No placements on this mesh")
+        page.locator(".row", has_text="cube").click()
+        page.get_by_label("mesh").fill("dp=2,tp=3")
         page.get_by_label("placements").fill("S(7),R")
         page.get_by_role("button", name="draw").click()
         assert texts(page, ".sketch .error") == ["S(7): this tensor has 3 dims"]
@@ -150,7 +296,7 @@ def test_a_hundred_thousand_tensors(browser, tmp_path):
         page.get_by_role("searchbox").fill("layers.777 experts.42.")
         assert texts(page, ".row .name") == ["model.layers.777.experts.42.weight"]
         page.get_by_role("searchbox").fill("weight")
-        assert texts(page, ".found") == ["100,000 of 100,000 values"] and page.locator(".row").count() < 200
+        assert texts(page, ".found") == ["100,000 of 100,000 values, 819.2 MB"] and page.locator(".row").count() < 200
         page.locator(".list").evaluate("box => { box.scrollTop = box.scrollHeight; }")
         page.locator(".row", has_text="layers.999.experts.99.").wait_for()
         assert page.locator(".row").count() < 200
@@ -205,6 +351,9 @@ def test_a_layout_of_512_ranks(browser, tmp_path):
         page.locator('[data-rank="511"]').click()
         assert texts(page, ".held .said") == ["rank 511 (dp 63, tp 7) holds [4032:4096, 3584:4096]: 32,768 elements"]
         assert page.locator(".picked").count() == 2, "the rank and its part"
+        page.keyboard.press("n")
+        page.keyboard.press("n")
+        assert texts(page, ".held .said")[0].startswith("rank 1 (dp 0, tp 1) holds")
 
 
 def test_ranks_that_hold_nothing_say_so(browser, tmp_path):
@@ -214,7 +363,7 @@ def test_ranks_that_hold_nothing_say_so(browser, tmp_path):
         assert texts(page, ".held .said") == ["rank 5 (dp 2, tp 1) holds nothing"]
         colors = "element => [getComputedStyle(element).fill, getComputedStyle(document.body).backgroundColor]"
         ink, paper = page.locator('[data-rank="5"] text').evaluate(colors)
-        assert (ink, paper) == ("rgb(255, 255, 255)", "rgb(18, 18, 18)"), "its number can be read"
+        assert (ink, paper) == ("rgb(230, 232, 235)", "rgb(18, 20, 23)"), "its number can be read"
 
 
 # ------------------------------------------------------------------ served
@@ -229,7 +378,7 @@ def test_statistics_and_values_on_demand(browser, sharded, tmp_path):
         values = checkpoint["model.whole"][...]
         shown = page.locator(".asked .facts").text_content()
         assert f"{float(values.max()):.6g}" in shown and "elements6" in shown.replace(" ", "")
-        page.locator(".chart .bars path").first.wait_for(state="attached")
+        page.locator(".chart .bars rect").first.wait_for(state="attached")
         page.locator(".row", has_text="step").click()
         page.get_by_role("button", name="Show the value").click()
         page.locator("pre").wait_for()
@@ -261,6 +410,9 @@ def test_values_of_both_checkpoints(browser, sharded, tmp_path):
 
 def test_every_script_is_in_the_page():
     folder = Path(__file__).parents[2] / "src" / "terrazzo" / "view" / "page"
+    whole = re.compile(r"^(?:export )?(?:async )?(?:const|let|function|class) (\w+)", re.MULTILINE)
+    names = Counter(name for path in folder.glob("*.js") for name in whole.findall(path.read_text()))
+    assert [name for name, times in names.items() if times > 1] == [], "in the page all scripts are one"
     assert {path.name for path in folder.glob("*.js")} == set(SCRIPTS)
     for number, name in enumerate(SCRIPTS):
         used = re.findall(r'from "\./([a-z]+\.js)"', (folder / name).read_text())

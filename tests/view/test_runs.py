@@ -16,7 +16,7 @@ from terrazzo.errors import ViewError
 from terrazzo.launch.history import NAME, Happened, History, read_history
 from terrazzo.launch.recovery import Recovery
 from terrazzo.view import Page
-from terrazzo.view.data.run_data import run_data, segments_of
+from terrazzo.view.data.run_data import run_data, runs_data, segments_of
 from view.chromium import chromium, opened, texts
 
 
@@ -85,21 +85,40 @@ def test_a_history_that_cannot_be_written_stops_nothing(tmp_path):
 
 
 def test_the_page_of_a_run(run, tmp_path):
-    pytest.importorskip("plotly")
-    Page(run_data(run, losses=run / "loss.csv", samples_per_step=8)).save(tmp_path / "page.html")
+    Page(runs_data([run_data(run, losses=run / "loss.csv", samples_per_step=8)])).save(tmp_path / "page.html")
     with chromium() as browser, opened(browser, tmp_path / "page.html") as page:
         assert texts(page, "h3")[:2] == ["loss across 2 starts", "loss of checkpoints"]
-        lines = page.locator('[data-title="loss across 2 starts"] .scatterlayer .trace')
-        lines.first.wait_for(state="attached")
-        assert lines.count() == 2
+        assert page.locator('[data-title="loss across 2 starts"] .series path').count() == 2
+        assert page.locator('[data-title="loss across 2 starts"] .mark').count() == 4, "three saves and a start"
         steps = [row.split() for row in texts(page, "table.steps tbody tr")]
         assert len(steps) == 3 and steps[2][0].startswith("global_step30")
         assert "latest" in texts(page, "table.steps tbody tr")[2]
         assert "after 5.75 s: detect 0.5, start 5.0, first step 0.3" in texts(page, "table.history tbody tr")[1]
         assert "rank 1 was killed by SIGKILL" in texts(page, "table.history tbody tr")[2]
         assert "<b>" in texts(page, "table.steps th")
-        page.evaluate(
-            """() => document.querySelector('[data-title="loss of checkpoints"]')
-                       .emit("plotly_click", {points: [{customdata: "clicked"}]})"""
+        chart = page.locator('[data-title="loss across 2 starts"]')
+        box = chart.locator(".series path").first.bounding_box()
+        page.mouse.click(box["x"], box["y"])
+        assert texts(page, ".said")[0].startswith("start 1: loss 2.9") and "at step 1" in texts(page, ".said")[0]
+        page.get_by_role("button", name="start 2").click()
+        assert chart.locator(".series path").count() == 1, "a click in the legend hides it"
+
+
+def test_several_runs_beside_each_other(run, tmp_path):
+    one = run_data(run, losses=run / "loss.csv", samples_per_step=8, title="one")
+    two = run_data(run, losses=run / "loss.csv", samples_per_step=4, title="two")
+    by_samples = run_data(run, losses=run / "loss.csv", title="<i>three</i>")
+    Page(runs_data([one, two, by_samples])).save(tmp_path / "page.html")
+    with (
+        chromium() as browser,
+        opened(browser, tmp_path / "page.html", viewport={"width": 1600, "height": 900}) as page,
+    ):
+        assert texts(page, "h1") == ["one, two, <i>three</i>"]
+        assert [text.strip() for text in texts(page, "table.summary th")] == ["", "one", "two", "<i>three</i>"]
+        assert page.locator('[data-title="loss of 2 runs"] .series path').count() == 4, "two starts of each, by steps"
+        assert page.locator('[data-title="loss of 1 run"] .series path').count() == 2, (
+            "by samples, on an axis of its own"
         )
-        assert texts(page, ".said") == ["clicked"]
+        sections = [page.locator("section.run").nth(number).bounding_box() for number in range(3)]
+        assert len({section["y"] for section in sections}) == 1, "they stand beside each other"
+        assert sections[0]["x"] + sections[0]["width"] <= sections[1]["x"]

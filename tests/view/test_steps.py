@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -229,48 +231,74 @@ def browser():
 
 
 def test_the_page_of_a_step(browser, traces, tmp_path):
-    pytest.importorskip("plotly")
     timelines = [read_timeline(path) for path in traces]
     page_of(*timelines, title="two ranks").save(tmp_path / "page.html")
     with opened(browser, tmp_path / "page.html", viewport={"width": 1200, "height": 1600}) as page:
-        charts = page.locator(".chart")
-        assert charts.count() == 2
-        bars = page.locator('[data-title="timeline"] .bars .point')
-        bars.first.wait_for(state="attached")
-        spans = sum(len(each["spans"]) for each in trace_data(timelines, "")["ranks"])
-        assert bars.count() == spans
-        lanes = texts(page, '[data-title="timeline"] .ytick')
-        assert "rank 0 gathers" in lanes and "rank 1 compute" in lanes
+        assert page.locator(".chart").count() == 1, "memory"
+        assert texts(page, ".timeline .group") == ["rank 0", "rank 1"]
+        assert texts(page, ".timeline .lane") == ["compute", "waits", "gathers", "reductions", "other"] * 2
         page.get_by_label("1", exact=True).uncheck()
-        assert "rank 1 compute" not in texts(page, '[data-title="timeline"] .ytick')
-        assert not any("collectives" in lane for lane in lanes), "there were none"
+        assert texts(page, ".timeline .group") == ["rank 0"]
         rows = texts(page, "table.moved tbody tr")
         assert len(rows) == len({group for group, *_ in moved_bytes(timelines[0])}) + 1 and "over dim0" in texts(
             page, "th"
         )
-        point = page.evaluate(
-            """() => {
-              const place = document.querySelector('[data-title="timeline"]');
-              const trace = place.data.findIndex((each) => each.name === "compute");
-              place.emit("plotly_click", {points: [{customdata: place.data[trace].customdata[0]}]});
-              return place.data[trace].customdata[0];
-            }"""
+        bar = page.locator(".timeline .span").first
+        about = bar.locator("title").text_content()
+        bar.dispatch_event("click")  # where it is too short for a mouse, too
+        assert about.startswith("rank 0: ") and texts(page, ".said") == [about]
+        assert page.locator(".timeline .span.picked").count() == 1
+        whole = texts(page, ".timeline .tick")
+        page.keyboard.press("w")
+        assert texts(page, ".timeline .tick") != whole, "closer"
+        page.keyboard.press("0")
+        assert texts(page, ".timeline .tick") == whole
+        page.keyboard.press("n")
+        assert texts(page, ".said") != [about] and page.locator(".timeline .span.picked").count() == 1
+        page.keyboard.press("p")
+        page.keyboard.press("f")
+        assert texts(page, ".said") == [about]
+        assert page.locator(".timeline .span.picked rect").bounding_box()["width"] > 200, "a third of the timeline"
+
+
+def test_two_steps_compared(browser, traces, tmp_path):
+    """The second step is the first at half the speed, so every time is twice as long, and nothing else differs."""
+    first = [read_timeline(path) for path in traces]
+    slower = [
+        replace(
+            each,
+            operations=[dataclasses.replace(o, begin=2 * o.begin, end=2 * o.end) for o in each.operations],
         )
-        assert texts(page, ".said") == [point] and point.startswith("rank 0: compute")
+        for each in first
+    ]
+    data = trace_data([*first, *slower], "both")
+    assert data["steps"] == ["step 1", "step 2"] and [each["step"] for each in data["ranks"]] == [0, 0, 1, 1]
+    assert [each["rank"] for each in data["ranks"]] == [0, 1, 0, 1]
+    shift = [each["memory"][0][0] for each in data["ranks"]]
+    assert min(shift[:2]) == min(shift[2:]) == 0, "each step has a clock of its own"
+    page_of(*first, *slower).save(tmp_path / "page.html")
+    with opened(browser, tmp_path / "page.html", viewport={"width": 1200, "height": 900}) as page:
+        assert texts(page, ".timeline .group") == ["rank 0, A", "rank 0, B", "rank 1, A", "rank 1, B"]
+        rows = {
+            row[0]: row[1:]
+            for row in (each.split("\t") for each in page.locator(".times table").inner_text().split("\n"))
+        }
+        assert "(+100%)" in rows["compute"][-1] and "(+100%)" in rows["waits"][-1]
+        assert rows["sent"][0] == rows["sent"][1] and rows["memory, at most"][0] == rows["memory, at most"][1]
+        assert page.locator(".modules tbody tr").count() > 3 and page.locator(".modules .better").count() == 0
+        page.get_by_label("1", exact=True).uncheck()
+        assert texts(page, ".timeline .group") == ["rank 0, A", "rank 0, B"]
 
 
 @pytest.mark.long
 def test_the_page_of_a_tensor_parallel_step(browser, parallel_traces, tmp_path):
-    pytest.importorskip("plotly")
     page_of(*map(read_timeline, parallel_traces)).save(tmp_path / "page.html")
     with opened(browser, tmp_path / "page.html") as page:
-        page.locator('[data-title="timeline"] .bars .point').first.wait_for(state="attached")
-        assert "rank 3 collectives" in texts(page, '[data-title="timeline"] .ytick')
+        assert texts(page, ".timeline .lane").count("collectives") == 4
         assert {"over dp", "over tp"} <= set(texts(page, "table.moved th"))
 
 
 def test_the_page_of_a_plan(browser, tmp_path):
-    pytest.importorskip("plotly")
     page_of(planned_model()).save(tmp_path / "page.html")
     with opened(browser, tmp_path / "page.html") as page:
         assert "3 of 512" in page.locator(".facts").first.text_content()
@@ -279,7 +307,6 @@ def test_the_page_of_a_plan(browser, tmp_path):
 
 
 def test_names_of_modules_stay_text(browser, tmp_path):
-    pytest.importorskip("plotly")
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     model = nn.Module()
     model.register_module("<img src=x onerror='window[`broken`]=1'><a href='http://evil'>", nn.Linear(64, 64))
@@ -289,6 +316,7 @@ def test_names_of_modules_stay_text(browser, tmp_path):
     fully_shard(model)
     page_of(model).save(tmp_path / "page.html")
     with opened(browser, tmp_path / "page.html") as page:
-        box = page.locator('[data-title="timeline"] .bars .point').first.bounding_box()
-        page.mouse.move(box["x"] + 1, box["y"] + 1)
+        named = page.locator(".timeline .span", has=page.locator("title", has_text="<img src=x"))
+        named.first.dispatch_event("click")
+        assert "<img src=x" in texts(page, ".said")[0]
         assert page.locator("#page a, #page img").count() == 0

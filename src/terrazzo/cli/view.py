@@ -1,9 +1,10 @@
-"""`terrazzo view`: a checkpoint, two of them, a layout, a step or a run as one page."""
+"""`terrazzo view`: a checkpoint, two of them, a layout, steps or runs as one page."""
 
 from __future__ import annotations
 
 import json
 import webbrowser
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from terrazzo.layout import Layout, Replicate
 from terrazzo.view.data.checkpoint_data import checkpoint_data
 from terrazzo.view.data.diff_data import diff_data
 from terrazzo.view.data.layout_data import layout_data, mesh_of, placements_of, shape_of
-from terrazzo.view.data.run_data import data_of_run, run_data
+from terrazzo.view.data.run_data import data_of_run, run_data, runs_data
 from terrazzo.view.data.trace_data import read_timeline, trace_data
 from terrazzo.view.page import Page
 from terrazzo.view.perfetto import perfetto as perfetto_of
@@ -33,7 +34,7 @@ def view(
     what: Annotated[
         list[str] | None,
         typer.Argument(
-            help="A checkpoint, or two to compare; traces of ranks; the folder or the file of a run.",
+            help="A checkpoint, or two to compare; traces of ranks, of one step or several; folders or files of runs.",
             show_default=False,
         ),
     ] = None,
@@ -52,7 +53,7 @@ def view(
     dtype: Annotated[str, typer.Option(help="Of its tensor.")] = "float32",
     as_json: Json = False,
 ) -> None:
-    """Show a checkpoint, what differs between two, who holds what, a step, or a run, as one page of HTML.
+    """Show a checkpoint, what differs between two, who holds what, steps, or runs, as one page of HTML.
 
     The page needs no network. Without --out and --serve it is written to terrazzo-view.html.
     """
@@ -111,15 +112,20 @@ def _page(
         return Page(_traces(what, perfetto)), []
     if perfetto is not None:
         raise ViewError("--perfetto writes traces, and these are none")
+    if all(map(_is_run, what)):
+        if losses is not None and len(what) > 1:
+            raise ViewError("--losses is of one run: of several, name their .toml files, which know it")
+        return Page(runs_data([_run(path, losses) for path in what])), []
     if len(what) > 2:
         raise ViewError(f"{len(what)} checkpoints cannot be compared at once: name one or two")
     if len(what) == 2:
         return _difference(what[0], what[1], tolerance)
-    return _one(what[0], losses)
+    with paused_collector():
+        opened = Checkpoint(what[0])
+        return Page(checkpoint_data(opened, what[0])), [opened]
 
 
 def _layout(mesh: str, shape: str, placements: str, dtype: str) -> dict[str, Any]:
-
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         raise ViewError(f"{dtype!r} is no dtype of torch: write bfloat16, float32, ...")
@@ -141,19 +147,42 @@ def _is_trace(path: str) -> bool:
 
 
 def _traces(paths: list[str], target: Path | None) -> dict[str, Any]:
-
+    if len(set(paths)) < len(paths):
+        raise ViewError("a trace is named twice")
     timelines = [read_timeline(path) for path in paths]
-    ranks = [each.rank for each in timelines]
-    if len(set(ranks)) < len(ranks):
-        raise ViewError(f"of one rank there are several traces: these are of the ranks {ranks}")
+    steps = _steps_of(paths, [each.rank for each in timelines])
     if target is not None:
+        if len(set(steps)) > 1:
+            raise ViewError(f"--perfetto writes one step, and these are {len(set(steps))}")
         target.write_bytes(perfetto_of(timelines))
         say(f"for https://ui.perfetto.dev: {target}")
-    return trace_data(timelines, Path(paths[0]).name if len(paths) == 1 else f"{len(paths)} ranks")
+    title = Path(paths[0]).name if len(paths) == 1 else f"{len(paths)} ranks"
+    return trace_data(timelines, title if len(set(steps)) == 1 else " and ".join(dict.fromkeys(steps)), steps)
+
+
+def _steps_of(paths: list[str], ranks: list[int]) -> list[str]:
+    """The step of each file, by name: files of a folder are one step, unless a rank comes again.
+
+    >>> _steps_of(["old/0.json", "old/1.json", "new/0.json"], [0, 1, 0])
+    ['old', 'old', 'new']
+    >>> _steps_of(["a.json", "b.json"], [0, 0])
+    ['a.json', 'b.json']
+    """
+    if len(set(ranks)) == len(ranks):
+        return [""] * len(ranks)
+    folders = [str(Path(path).parent) for path in paths]
+    seen = Counter[tuple[str, int]]()
+    found: dict[tuple[str, int], str] = {}
+    steps = []
+    for path, folder, rank in zip(paths, folders, ranks, strict=True):
+        seen[folder, rank] += 1
+        step = folder, seen[folder, rank]
+        alone = folders.count(folder) == len({r for f, r in zip(folders, ranks, strict=True) if f == folder})
+        steps.append(found.setdefault(step, folder if alone else path))
+    return steps
 
 
 def _difference(one: str, other: str, tolerance: float) -> _Objects:
-
     with paused_collector():
         both = [Checkpoint(one), Checkpoint(other)]
         with progress("comparing", both[0].total_bytes()) as advance:
@@ -161,12 +190,13 @@ def _difference(one: str, other: str, tolerance: float) -> _Objects:
     return Page(data), both
 
 
-def _one(path: str, losses: Path | None) -> _Objects:
+def _is_run(path: str) -> bool:
+    return _is_run_file(path) or bool(steps_at(path))
 
-    if not is_url(path) and Path(path).suffix in (".toml", ".json") and Path(path).is_file():
-        return Page(data_of_run(read_run(path), losses)), []
-    if steps_at(path):
-        return Page(run_data(path, losses=losses)), []
-    with paused_collector():
-        opened = Checkpoint(path)
-        return Page(checkpoint_data(opened, path)), [opened]
+
+def _is_run_file(path: str) -> bool:
+    return not is_url(path) and Path(path).suffix in (".toml", ".json") and Path(path).is_file()
+
+
+def _run(path: str, losses: Path | None) -> dict[str, Any]:
+    return data_of_run(read_run(path), losses) if _is_run_file(path) else run_data(path, losses=losses)

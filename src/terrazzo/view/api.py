@@ -16,13 +16,13 @@ from terrazzo.tensor import DTensor
 from terrazzo.view.data.checkpoint_data import checkpoint_data
 from terrazzo.view.data.diff_data import diff_data
 from terrazzo.view.data.layout_data import layout_data
-from terrazzo.view.data.run_data import data_of_run
+from terrazzo.view.data.run_data import data_of_run, runs_data
 from terrazzo.view.data.trace_data import trace_data
 from terrazzo.view.page import Page
 
 
 def page_of(*things: Any, title: str = "") -> Page:
-    """A page that shows a checkpoint, two checkpoints, a layout, a DTensor, a step, a sharded model, or a run.
+    """A page that shows a checkpoint or two, a layout, a DTensor, a step or several, a sharded model, or runs.
 
     `page_of(...).save("page.html")` writes it to a file. A notebook displays it.
 
@@ -33,7 +33,8 @@ def page_of(*things: Any, title: str = "") -> Page:
 
     Args:
         things: a `Checkpoint`, or two to compare; a `Layout` or a `DTensor`; the `Trace` or the `Timeline` of each
-            rank; a module that `fully_shard` was called on, whose planned step is shown; a `Run`.
+            rank, and to compare steps those of others after them; a module that `fully_shard` was called on, whose
+            planned step is shown; a `Run`, or several.
         title: the title of the page.
     """
     if not things:
@@ -45,6 +46,8 @@ def page_of(*things: Any, title: str = "") -> Page:
     if all(isinstance(thing, (Trace, Timeline)) for thing in things):
         found = [thing.timeline() if isinstance(thing, Trace) else thing for thing in things]
         return Page(trace_data(found, title or "step"))
+    if all(isinstance(thing, Run) for thing in things):
+        return Page(runs_data([data_of_run(thing) for thing in things], title))
     if len(things) == 1:
         (thing,) = things
         if isinstance(thing, DTensor):
@@ -55,10 +58,8 @@ def page_of(*things: Any, title: str = "") -> Page:
             return Page(layout_data(thing, title=title))
         if isinstance(thing, nn.Module):
             return Page(trace_data([timeline(thing)], title or f"planned step of {type(thing).__name__}"))
-        if isinstance(thing, Run):
-            return Page(data_of_run(thing))
     kinds = ", ".join(type(thing).__name__ for thing in things)
     raise ViewError(
         f"page_of cannot show {kinds} on one page: it takes a checkpoint or two, a layout, a DTensor, traces, a "
-        "sharded model, or a run"
+        "sharded model, or runs"
     )

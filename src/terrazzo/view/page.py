@@ -1,7 +1,7 @@
 """A page from its data: one HTML file that contains its styles, scripts and data, and needs no network.
 
 The data are in an element that browsers do not run, escaped so that they cannot end it. A content security policy in
-the page allows only its own scripts, by their hashes, and connections only to the server of the page.
+the page allows only its own script, by its hash, and connections only to the server of the page.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from html import escape
-from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from terrazzo.errors import ViewError
-
 # In order: each uses only those before it.
 SCRIPTS: Final = (
     "dom.js",
+    "keys.js",
     "list.js",
+    "search.js",
     "tree.js",
+    "overview.js",
     "grid.js",
     "drawing.js",
     "charts.js",
+    "timeline.js",
     "values.js",
     "checkpoint.js",
     "diff.js",
@@ -37,7 +38,6 @@ SCRIPTS: Final = (
     "run.js",
     "main.js",
 )
-_WITH_CHARTS: Final = frozenset({"trace", "run"})
 _IMPORT: Final = re.compile(r'^import \{[^}]*\} from "\./[a-z]+\.js";\n', re.MULTILINE)
 _FRAME_HEIGHT: Final = 640
 
@@ -63,24 +63,21 @@ class Page:
         Args:
             served: whether a server computes statistics, which the page then requests.
         """
-        scripts = [_script()]
-        if served or self.data["kind_of_page"] in _WITH_CHARTS:
-            scripts.insert(0, _plotly())
+        script = _script()
         # JSON has "<" only in strings, in which it can be escaped.
         data = json.dumps(self.data | {"served": served}, allow_nan=False, separators=(",", ":")).replace(
             "<", "\\u003c"
         )
-        kinds = ["text/javascript"] * (len(scripts) - 1) + ["module"]  # plotly is no module
         return "\n".join(
             [
                 '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-                f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">',
+                f'<meta http-equiv="Content-Security-Policy" content="{_policy(script)}">',
                 '<meta name="viewport" content="width=device-width, initial-scale=1">',
                 f'<link rel="icon" href="data:,">\n<title>{escape(self.title)} - terrazzo</title>',
                 f"<style>\n{_text('style.css')}</style>\n</head>\n<body>",
                 '<main id="page"><noscript>A script draws this page, and scripts are turned off.</noscript></main>',
                 f'<script type="application/json" id="data">{data}</script>',
-                *(f'<script type="{kind}">{text}</script>' for kind, text in zip(kinds, scripts, strict=True)),
+                f'<script type="module">{script}</script>',
                 "</body>\n</html>\n",
             ]
         )
@@ -97,11 +94,10 @@ class Page:
         return f'<iframe srcdoc="{escape(self.html())}" {frame}></iframe>'
 
 
-def _policy(scripts: list[str]) -> str:
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
-    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+def _policy(script: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data: blob:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'"
     )
 
@@ -114,19 +110,6 @@ def _script() -> str:
         text = _IMPORT.sub("", _text(name))
         parts.append(re.sub(r"^export ", "", text, flags=re.MULTILINE))
     return "\n".join(parts)
-
-
-@cache
-def _plotly() -> str:
-    try:
-        offline = import_module("plotly.offline")
-    except ImportError as error:
-        raise ViewError(
-            "charts need plotly, which cannot be imported: pip install 'terrazzo[view]'. Pages of checkpoints, "
-            "differences and layouts need it only when they are served"
-        ) from error
-    text: str = offline.get_plotlyjs()
-    return text.replace("\r\n", "\n").replace("\r", "\n")  # browsers do the same before they compute the hash
 
 
 def _text(name: str) -> str:

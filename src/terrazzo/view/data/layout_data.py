@@ -11,6 +11,7 @@ from typing import Any, Final
 from terrazzo.errors import LayoutError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.layout.drawing import caption_of
+from terrazzo.layout.placement import CUTS
 
 MOST_RANKS: Final = 1 << 16
 
@@ -116,6 +117,7 @@ def layout_data(
         "mesh": [[name, size] for name, size in zip(names, layout.mesh_shape, strict=True)],
         "ranks": list(boxes),
         "placements": [str(placement) for placement in layout.placements],
+        "cut": [placement.dim if isinstance(placement, CUTS) else None for placement in layout.placements],
         "itemsize": itemsize,
         "caption": caption_of(layout.shape, layout.mesh_shape, names, layout.placements, idle),
         "elements": [box.numel for box in boxes.values()],

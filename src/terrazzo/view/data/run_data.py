@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from terrazzo.checkpoint.manager.records import latest_of, rows_of, steps_at
 from terrazzo.engine.config import read_config
 from terrazzo.errors import ViewError
 from terrazzo.launch.config import Run
-from terrazzo.launch.history import Happened, read_history
+from terrazzo.launch.history import read_history
 from terrazzo.view.data.numbers import or_none, plain
 
 _LOSS = "Train_Samples_train_loss.csv"
@@ -53,7 +55,7 @@ def run_data(
     samples_per_step: int | None = None,
     title: str = "",
 ) -> dict[str, Any]:
-    """The page's data for a run.
+    """The data of a run, of which `runs_data` makes a page.
 
     Args:
         folder: the folder of its checkpoints.
@@ -75,14 +77,18 @@ def run_data(
     if not rows and not history and not segments:
         raise ViewError(f"{path} is not a run's folder: it has neither checkpoints of numbered steps nor a history")
     return {
-        "kind_of_page": "run",
         "title": title or path,
         "latest": latest_of(path) if rows else None,
         "steps": [_of_step(row) for row in rows],
-        "history": [_shown(each) for each in history],
+        "history": list(map(msgspec.structs.asdict, history)),
         "by_step": samples_per_step is not None,
         "losses": [[[at / (samples_per_step or 1), or_none(value)] for at, value in segment] for segment in segments],
     }
+
+
+def runs_data(runs: Sequence[dict[str, Any]], title: str = "") -> dict[str, Any]:
+    """The page's data for a run, or for several beside each other."""
+    return {"kind_of_page": "run", "title": title or ", ".join(run["title"] for run in runs), "runs": list(runs)}
 
 
 def _of_step(row: dict[str, Any]) -> dict[str, Any]:
@@ -90,19 +96,8 @@ def _of_step(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"saved": or_none(row["saved"]), "metrics": metrics}
 
 
-def _shown(happened: Happened) -> dict[str, Any]:
-    return {
-        "what": happened.what,
-        "at": happened.at,
-        "seconds": happened.seconds,
-        "status": happened.status,
-        "why": happened.why,
-        "host": happened.host,
-    }
-
-
 def data_of_run(run: Run, losses: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """The page's data for the run of a `.toml` file; the loss comes from its `csv_monitor`."""
+    """The data of the run of a `.toml` file; the loss comes from its `csv_monitor`."""
     config = read_config(run.engine)[0] if run.engine else None
     monitor = None if config is None else config.csv_monitor
     if losses is None and monitor is not None and monitor.enabled:

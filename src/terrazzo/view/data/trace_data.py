@@ -159,18 +159,35 @@ def memory_of(timeline: Timeline) -> list[tuple[float, int]]:
     return points
 
 
-def trace_data(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
-    """The page's data for a step on one rank or several."""
+def trace_data(timelines: Sequence[Timeline], title: str, steps: Sequence[str] | None = None) -> dict[str, Any]:
+    """The page's data for a step on one rank or several, or for several steps, to compare.
+
+    Args:
+        timelines: of all ranks and steps.
+        title: the title of the page.
+        steps: the name of each timeline's step; None: where a rank comes again, it is another step.
+    """
     if len({each.planned for each in timelines}) != 1:
         raise ViewError("a step that ran and a planned step have no common clock: show them on two pages")
-    start = min(each.began for each in timelines)
+    if steps is None:
+        steps, seen = [], Counter[int]()
+        for each in timelines:
+            seen[each.rank] += 1
+            steps.append(f"step {seen[each.rank]}")
+    names = list(dict.fromkeys(steps))
+    starts = {
+        name: min(each.began for each, own in zip(timelines, steps, strict=True) if own == name) for name in names
+    }
     unit = 1.0 if timelines[0].planned else 1e3  # milliseconds
     ranks = []
-    for each in sorted(timelines, key=lambda timeline: timeline.rank):
-        later = (each.began - start) * unit
+    for step, each in sorted(
+        zip(map(names.index, steps), timelines, strict=True), key=lambda pair: (pair[0], pair[1].rank)
+    ):
+        later = (each.began - starts[names[step]]) * unit
         moved = [[*key, nbytes] for key, nbytes in moved_bytes(each).items()]
         ranks.append(
             {
+                "step": step,
                 "rank": each.rank,
                 "world": each.world,
                 "held": each.held,
@@ -187,6 +204,7 @@ def trace_data(timelines: Sequence[Timeline], title: str) -> dict[str, Any]:
         "kind_of_page": "trace",
         "title": title,
         "planned": timelines[0].planned,
+        "steps": names,
         "lanes": [lane for lane in LANES if lane != "collectives" or any(each.collectives for each in timelines)],
         "ranks": ranks,
     }

@@ -1,19 +1,28 @@
-// The page of a checkpoint: its tree, and the value that was clicked.
+// The page of a checkpoint: its tree, and what the value or the module that was clicked has; at first, what takes the room.
 
 import { el, bytesText, facts, numberText } from "./dom.js";
+import { overview } from "./overview.js";
 import { TreeView } from "./tree.js";
-import { askButton, asked, heading, onMesh, savedParts, showStatistics, showValue } from "./values.js";
+import { askButton, asked, heading, onMesh, savedBy, savedParts, showStatistics, showValue } from "./values.js";
+
+const narrow = matchMedia("(max-width: 760px)"); // details are below the tree
 
 export function checkpointPage(page, data) {
   const rows = data.names.map((name, i) => {
     const kind = data.kinds[data.kind[i]];
     return { name, dtype: kind.dtype, shape: kind.shape, bytes: kind.bytes, note: kind.parts > 1 ? `${kind.parts} parts` : null };
   });
-  const details = el("section", { class: "details" }, el("p", { class: "note" }, "Click a name."));
-  const tree = new TreeView(rows, (row, index) => {
-    details.replaceChildren(...valueDetails(data, row.name, index));
+  const details = el("section", { class: "details" });
+  const show = (...parts) => {
+    details.replaceChildren(...parts);
     details.scrollTop = 0;
-  });
+  };
+  const tree = new TreeView(rows,
+    (row, index) => {
+      show(...valueDetails(data, row.name, index));
+      if (narrow.matches) details.scrollIntoView({ behavior: "smooth" });
+    }, (node) => show(overview(tree, node)));
+  show(overview(tree, tree.root));
   const about = data.about;
   page.append(
     el("h1", {}, data.title),
@@ -27,6 +36,8 @@ export function checkpointPage(page, data) {
   tree.refresh();
 }
 
+const onYours = { mesh: "", placements: "" }; // of the value before, too
+
 function valueDetails(data, name, index) {
   const kind = data.kinds[data.kind[index]];
   const parts = heading(name, kind).flat();
@@ -38,6 +49,6 @@ function valueDetails(data, name, index) {
   if (data.served) parts.push(askButton("Statistics", () => asked("statistics", name, 0), showStatistics));
   const itemsize = kind.bytes / (kind.shape.reduce((product, size) => product * size, 1) || 1);
   parts.push(el("h3", {}, "As it was saved"), savedParts(data, kind, data.owner[index]));
-  parts.push(el("h3", {}, "On a mesh of yours"), onMesh(kind.shape, itemsize, "", kind.shape.length ? "S(0)" : "R"));
+  parts.push(el("h3", {}, "On a mesh of yours"), onMesh(kind.shape, itemsize, onYours, savedBy(data, kind, data.owner[index])));
   return parts;
 }

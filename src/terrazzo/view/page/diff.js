@@ -1,8 +1,8 @@
 // The page of two checkpoints: what differs, by how much.
 
-import { el, countText, facts, numberText } from "./dom.js";
+import { el, facts, numberText } from "./dom.js";
 import { TreeView } from "./tree.js";
-import { askButton, asked, showStatistics, showValue } from "./values.js";
+import { askButton, asked, heading, showStatistics, showValue } from "./values.js";
 
 export function diffPage(page, data) {
   const rows = data.rows.map((row) => ({ ...row, note: shortNote(row, data) }));
@@ -52,14 +52,11 @@ function shortNote(row, data) {
   if (!row.in[1]) return `only in ${data.titles[0]}`;
   if (!row.in[0]) return `only in ${data.titles[1]}`;
   if (row.differing === null) return row.what;
-  return `${(100 * share(row)).toPrecision(3)}%, ${row.largest === "nan" ? "nan in one" : `up to ${numberText(row.largest)}`}`;
+  return `${(100 * share(row)).toPrecision(3)}%, ${row.largest === "nan" ? "nan in one" : `up to ${typeof row.largest === "number" ? Number(row.largest.toPrecision(3)) : row.largest}`}`;
 }
 
 function differenceDetails(data, row) {
-  const parts = [el("h2", { class: "name" }, row.name), el("p", { class: "said" }, row.what)];
-  if (row.differing !== null) {
-    parts.push(facts([["differ", `${numberText(row.differing)} of ${countText(row.elements, "element")}`], ["by up to", numberText(row.largest)]]));
-  }
+  const parts = [...heading(row.name, row), el("p", { class: "said" }, row.what)];
   if (!data.served) return parts;
   const [ask, show, label] = row.dtype === null ? ["value", showValue, "Value"] : ["statistics", showStatistics, "Statistics"];
   data.titles.forEach((title, of) => {

@@ -2,21 +2,16 @@
 
 import { el, svg, runsText, spanText, bytesText, countText } from "./dom.js";
 import { coordinateOf } from "./grid.js";
+import { addKeys } from "./keys.js";
 
 const MOST_CELLS = 16384;
 const WRAPPED = 32; // parts of a dim that stand in one line, where only one dim is cut
 
-export function hueOf(number) {
-  return (number * 137) % 360; // the golden angle: neighbours differ
-}
-
-export function groupsOf(holders) {
+// A hue for each cell, that of its holders: few are far apart, many are a spectrum in their order.
+function huesOf(holders) {
   const numbers = new Map();
-  return holders.map((each) => {
-    const key = each.join();
-    if (!numbers.has(key)) numbers.set(key, numbers.size);
-    return numbers.get(key);
-  });
+  for (const each of holders) if (!numbers.has(each.join())) numbers.set(each.join(), numbers.size);
+  return holders.map((each) => Math.round(205 + (330 * numbers.get(each.join())) / numbers.size) % 360);
 }
 
 export function cellText(grid, cell) { // the part of the tensor, as an index
@@ -30,74 +25,104 @@ export function cellText(grid, cell) { // the part of the tensor, as an index
   return `[${spans.join(", ")}]`;
 }
 
-// options: who (holders -> text), itemsize, onpick (cell)
+// Extents of parts along a side, in pixels, as large as the parts are but never less than the least.
+function extents(lengths, whole, least) {
+  const size = lengths.reduce((sum, length) => sum + length, 0) || 1;
+  return lengths.map((length) => Math.max(least, (whole * length) / size));
+}
+
+// Columns are the parts of the last dim, rows those of all others, so a cut is drawn along its own axis.
+// options: who (holders -> text), over (dim -> the mesh dims that cut it), onpick (cell)
 export function drawGrid(grid, options) {
   if (!grid.holders.length) return el("p", { class: "note" }, "a tensor without elements: nobody holds any");
   if (grid.holders.length > MOST_CELLS) return el("p", { class: "note" }, `${grid.holders.length} cells, which are too many to draw`);
-  const cut = grid.starts.map((_, dim) => dim).filter((dim) => grid.starts[dim].length > 1);
-  const column = cut.pop();
+  const last = grid.shape.length - 1;
+  const lengthsOf = (dim) => grid.starts[dim].map((start, place) => (grid.starts[dim][place + 1] ?? grid.shape[dim]) - start);
   const titlesOf = (dim) => grid.starts[dim].map((start, place) => spanText(start, grid.starts[dim][place + 1] ?? grid.shape[dim]));
-  const parts = column === undefined ? 1 : grid.starts[column].length;
-  const wrapped = !cut.length && parts > WRAPPED;
-  const columns = wrapped ? WRAPPED : parts;
-  let rows = [""];
-  for (const dim of cut) rows = rows.flatMap((title) => titlesOf(dim).map((own) => (title ? `${title} × ${own}` : own)));
-  const tops = column === undefined || wrapped ? [] : titlesOf(column);
-  if (wrapped) rows = titlesOf(column).filter((_, place) => place % WRAPPED === 0).map((title) => title.split("-")[0] + "…");
-  const width = Math.max(14, Math.min(120, Math.floor(760 / columns)));
-  const height = rows.length > 24 ? 16 : 26;
-  const left = 12 + 7 * Math.max(...rows.map((title) => title.length));
-  const top = tops.length ? 18 : 4;
-  const groups = groupsOf(grid.holders);
-  const picture = svg("svg", { class: "grid", width: left + columns * width + 2, height: top + rows.length * height + 2, role: "img" });
-  rows.forEach((title, row) => picture.append(svg("text", { x: left - 6, y: top + row * height + height / 2 + 4, "text-anchor": "end" }, title)));
-  tops.forEach((title, place) => {
-    if (width >= 7 * title.length || place % Math.ceil((7 * title.length) / width) === 0) {
-      picture.append(svg("text", { x: left + place * width + 2, y: 13 }, title));
-    }
+  const across = last < 0 ? [1] : lengthsOf(last);
+  const cut = grid.starts.map((_, dim) => dim).filter((dim) => dim !== last && grid.starts[dim].length > 1);
+  let down = [{ title: "", length: 1 }];
+  for (const dim of cut) {
+    const lengths = lengthsOf(dim);
+    down = down.flatMap(({ title }) => titlesOf(dim).map((own, place) => ({ title: title ? `${title} × ${own}` : own, length: lengths[place] })));
+  }
+  const wrapped = !cut.length && across.length > WRAPPED; // one long row
+  if (wrapped) down = titlesOf(last).filter((_, place) => place % WRAPPED === 0).map((title) => ({ title: `${title.split("-")[0]}…`, length: 1 }));
+  const tops = wrapped || last < 0 ? [] : titlesOf(last);
+  const lines = down.length;
+  const least = lines > 128 ? 4 : lines > 40 ? 9 : lines > 20 ? 14 : 22;
+  const flat = grid.shape.length < 2;
+  const widths = wrapped ? Array(WRAPPED).fill(18) : extents(across, Math.min(across.length > 1 || flat ? 480 : 240, innerWidth - 170), 16);
+  const heights = extents(down.map(({ length }) => length), flat ? 30 * lines : Math.min(Math.max(lines * 28, 90), 420), least);
+  const axisOf = (dims) => dims.map((dim) => `dim ${dim}: ${grid.shape[dim]}${options.over?.(dim).length ? ` over ${options.over(dim).join(", ")}` : ""}`).join(" × ");
+  const side = axisOf(grid.shape.map((_, dim) => dim).slice(0, -1));
+  const left = (side ? 20 : 4) + 6.6 * Math.max(...down.map(({ title }) => title.length)) + 6;
+  const top = last < 0 ? 4 : 34;
+  const ends = (sizes, from) => sizes.reduce((found, size) => [...found, found[found.length - 1] + size], [from]);
+  const xs = ends(widths, left), ys = ends(heights, top);
+  const height = Math.max(ys[lines] + 2, side ? top + 6.4 * side.length : 0);
+  const width = Math.max(xs[widths.length], left + 6.4 * axisOf(last < 0 ? [] : [last]).length + 14) + 2;
+  const picture = svg("svg", { class: "grid", width, viewBox: `0 0 ${width} ${height}`, style: `min-width:${Math.round(0.75 * width)}px`, role: "img" });
+  if (last >= 0) picture.append(svg("text", { class: "axis", x: left, y: 12 }, `${axisOf([last])} →`));
+  if (side) picture.append(svg("text", { class: "axis", transform: `translate(12 ${top}) rotate(-90)`, "text-anchor": "end" }, `← ${side}`));
+  let free = 0;
+  down.forEach(({ title }, row) => { // titles that would cover others are left out
+    const y = ys[row] + heights[row] / 2 + 4;
+    if (y - 11 < free) return;
+    free = y;
+    picture.append(svg("text", { x: left - 6, y, "text-anchor": "end" }, title));
   });
+  free = 0;
+  tops.forEach((title, place) => {
+    if (xs[place] < free) return;
+    free = xs[place] + 6.8 * title.length + 6;
+    picture.append(svg("text", { x: xs[place] + 1, y: 28 }, title));
+  });
+  const hues = huesOf(grid.holders);
+  const columns = widths.length;
   grid.holders.forEach((holders, cell) => {
     const text = options.who(holders);
-    const x = left + (cell % columns) * width;
-    const y = top + Math.floor(cell / columns) * height;
-    const box = svg("g", { class: "cell", "data-cell": cell, onclick: () => options.onpick(cell) },
+    const column = cell % columns, row = Math.floor(cell / columns);
+    const [x, y, wide, tall] = [xs[column], ys[row], widths[column], heights[row]];
+    const box = svg("g", { class: "cell", "data-cell": cell, style: `--hue:${hues[cell]}`, onclick: () => options.onpick(cell) },
       svg("title", {}, `${cellText(grid, cell)}: ${text}`),
-      svg("rect", { x, y, width: width - 1, height: height - 1, fill: `hsl(${hueOf(groups[cell])},60%,80%)` }));
-    if (7 * text.length < width && height > 18) box.append(svg("text", { x: x + width / 2, y: y + height / 2 + 4, "text-anchor": "middle" }, text));
+      svg("rect", { x, y, width: wide - 1, height: Math.max(tall - 1, 1), rx: tall > 12 ? 2 : 0 }));
+    if (6.8 * text.length < wide && tall > 13) box.append(svg("text", { x: x + wide / 2, y: y + tall / 2 + 4, "text-anchor": "middle" }, text));
     picture.append(box);
   });
   return el("div", { class: "scroll" }, picture);
 }
 
-// ranks: their numbers, row-major; cellOf: rank -> cell or undefined
-export function drawMesh(mesh, ranks, cellOf, groups, onpick) {
+// ranks: their numbers, row-major; hueOf: rank -> that of its cell, or undefined
+export function drawMesh(mesh, ranks, hueOf, onpick) {
   const last = mesh[mesh.length - 1][1];
   const wrapped = mesh.length === 1 && last > WRAPPED;
   const columns = wrapped ? WRAPPED : last;
   const lines = Math.ceil(ranks.length / columns);
-  const size = columns > 40 ? 18 : 30;
+  const size = columns > 40 ? 18 : 32;
   const height = 22;
   const titles = Array.from({ length: lines }, (_, line) =>
     mesh.length === 1 ? (wrapped ? `${line * columns}…` : "") : coordinateOf(line * columns, mesh).slice(0, -1).map((index, m) => `${mesh[m][0]} ${index}`).join(", "));
-  const left = 12 + 7 * Math.max(...titles.map((title) => title.length));
-  const picture = svg("svg", { class: "mesh", width: left + columns * size + 2, height: 20 + lines * height, role: "img" });
-  picture.append(svg("text", { x: left, y: 13 }, `${mesh[mesh.length - 1][0]} →`));
-  titles.forEach((title, line) => picture.append(svg("text", { x: left - 6, y: 20 + line * height + 14, "text-anchor": "end" }, title)));
+  const left = 10 + 6.6 * Math.max(...titles.map((title) => title.length));
+  const picture = svg("svg", { class: "mesh", width: left + columns * size + 2, height: 36 + lines * height, role: "img" });
+  picture.append(svg("text", { class: "axis", x: left, y: 12 }, `${mesh[mesh.length - 1][0]} →`));
+  if (size > 20 && !wrapped) for (let place = 0; place < columns; place += 1) picture.append(svg("text", { class: "axis", x: left + (place + 0.5) * size, y: 28, "text-anchor": "middle" }, String(place)));
+  titles.forEach((title, line) => picture.append(svg("text", { x: left - 6, y: 34 + line * height + 15, "text-anchor": "end" }, title)));
   ranks.forEach((rank, position) => {
-    const cell = cellOf(rank);
+    const hue = hueOf(rank);
     const x = left + (position % columns) * size;
-    const y = 20 + Math.floor(position / columns) * height;
-    const fill = cell === undefined ? "transparent" : `hsl(${hueOf(groups[cell])},60%,80%)`;
-    const box = svg("g", { class: cell === undefined ? "rank empty" : "rank", "data-rank": rank, onclick: () => onpick(rank) },
-      svg("title", {}, `rank ${rank}`), svg("rect", { x, y, width: size - 1, height: height - 1, fill }));
-    if (size > 20) box.append(svg("text", { x: x + size / 2, y: y + 15, "text-anchor": "middle" }, String(rank)));
+    const y = 34 + Math.floor(position / columns) * height;
+    const box = svg("g", { class: hue === undefined ? "rank empty" : "rank", "data-rank": rank, style: `--hue:${hue ?? 0}`, onclick: () => onpick(rank) },
+      svg("title", {}, `rank ${rank}`), svg("rect", { x, y, width: size - 2, height: height - 2, rx: 3 }));
+    if (size > 20) box.append(svg("text", { x: x + size / 2 - 1, y: y + 14, "text-anchor": "middle" }, String(rank)));
     picture.append(box);
   });
   return el("div", { class: "scroll" }, picture);
 }
 
 // A tensor's cells above the mesh whose ranks hold them; a click in one shows the other.
-export function drawHeld(grid, mesh, ranks, itemsize) {
+// cut: for each mesh dim, the dim of the tensor that it cuts, or undefined.
+export function drawHeld(grid, mesh, ranks, itemsize, cut) {
   const said = el("p", { class: "said", role: "status" }, "Click a part of the tensor, or a rank.");
   const cellOf = new Map();
   grid.holders.forEach((holders, cell) => holders.forEach((rank) => cellOf.set(rank, cell)));
@@ -123,9 +148,16 @@ export function drawHeld(grid, mesh, ranks, itemsize) {
     said.textContent = `rank ${rank} (${where}) holds ${cell === undefined ? "nothing" : `${cellText(grid, cell)}: ${sizeText(cell)}`}`;
     mark(cell, [rank]);
   };
-  element.append(
-    drawGrid(grid, { who: runsText, onpick: pickCell }),
-    said,
-    drawMesh(mesh, ranks, (rank) => cellOf.get(rank), groupsOf(grid.holders), pickRank));
+  let at = -1;
+  const next = (by) => {
+    at = (at + by + ranks.length) % ranks.length;
+    pickRank(ranks[at]);
+  };
+  addKeys("n", "the next rank of the mesh", () => next(1));
+  addKeys("p", "the rank before", () => next(at < 0 ? 0 : -1));
+  const hues = huesOf(grid.holders);
+  element.append(el("div", { class: "pair" },
+    drawGrid(grid, { who: runsText, onpick: pickCell, over: (dim) => mesh.filter((_, m) => cut[m] === dim).map(([name]) => name) }),
+    drawMesh(mesh, ranks, (rank) => hues[cellOf.get(rank)], pickRank)), said);
   return element;
 }

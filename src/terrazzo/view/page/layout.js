@@ -8,7 +8,7 @@ export function layoutPage(page, data) {
   page.append(
     el("h1", {}, data.title),
     el("p", { class: "note" }, data.caption),
-    drawHeld(data.grid, data.mesh, data.ranks, data.itemsize),
-    el("h3", {}, "On another mesh"),
-    onMesh(data.grid.shape, data.itemsize, "", data.placements.join(",")));
+    el("section", { class: "card" }, drawHeld(data.grid, data.mesh, data.ranks, data.itemsize, data.cut)),
+    el("section", { class: "card" }, el("h3", {}, "On another mesh"),
+      onMesh(data.grid.shape, data.itemsize, { mesh: "", placements: data.placements.join(",") })));
 }

@@ -2,7 +2,7 @@
 
 import { el } from "./dom.js";
 
-const ROW = 24;
+const ROW = matchMedia("(pointer: coarse)").matches ? 36 : 24; // a finger needs more than a mouse
 const MARGIN = 8;
 const TALLEST = 8e6; // pixels; browsers do not scroll further than a few tens of millions
 
@@ -11,7 +11,7 @@ export class VirtualList {
     this.draw = draw;
     this.items = [];
     this.space = el("div", { class: "space" });
-    this.box = el("div", { class: "list", tabindex: "0", role: "tree", onscroll: () => this.refresh() }, this.space);
+    this.box = el("div", { class: "list", tabindex: "0", role: "tree", style: `--row:${ROW}px`, onscroll: () => this.refresh() }, this.space);
     new ResizeObserver(() => this.refresh()).observe(this.box);
   }
 
@@ -19,6 +19,17 @@ export class VirtualList {
     this.items = items;
     this.space.style.height = `${Math.min(items.length * ROW, TALLEST)}px`;
     if (!keep) this.box.scrollTop = 0;
+    this.refresh();
+  }
+
+  // Scrolls as far as is needed to see a row.
+  reveal(number) {
+    const height = this.box.clientHeight;
+    const top = number * ROW - this.shift();
+    if (top >= this.box.scrollTop && top + ROW <= this.box.scrollTop + height) return;
+    const full = this.items.length * ROW;
+    const wanted = Math.max(0, number * ROW - height / 2);
+    this.box.scrollTop = full <= TALLEST ? wanted : (wanted / (full - height)) * (TALLEST - height);
     this.refresh();
   }
 

@@ -1,6 +1,7 @@
 // Which page this is.
 
 import { el } from "./dom.js";
+import { startKeys } from "./keys.js";
 import { checkpointPage } from "./checkpoint.js";
 import { diffPage } from "./diff.js";
 import { layoutPage } from "./layout.js";
@@ -15,7 +16,7 @@ function start() {
   page.replaceChildren();
   page.className = data.kind_of_page;
   PAGES[data.kind_of_page](page, data);
-  page.append(el("footer", {}, "made by terrazzo view"));
+  page.append(el("footer", {}, "made by terrazzo view", startKeys()));
   document.documentElement.dataset.ready = "yes";
 }
 

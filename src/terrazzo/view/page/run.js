@@ -1,85 +1,110 @@
-// The page of a run: the loss across its starts, its checkpoints and what keeps them, and what happened to it.
+// The page of a run, or of several beside each other: the loss across their starts, their checkpoints and what keeps
+// them, and what happened to them.
 
 import { el, bytesText, countText, facts, numberText, table } from "./dom.js";
-import { addChart, escaped } from "./charts.js";
+import { addChart, seriesColour } from "./charts.js";
+
+const FAULT = "#e45756", QUIET = "#8a8f98";
 
 export function runPage(page, data) {
-  const restarts = data.history.filter((each) => each.what === "went on").length;
-  const metrics = [...new Set(data.steps.flatMap((step) => Object.keys(step.metrics)))];
+  const runs = data.runs;
+  const several = runs.length > 1;
   const said = el("p", { class: "said", role: "status" }, "Click a point.");
-  const losses = el("div", {});
-  page.append(
-    el("h1", {}, data.title),
-    facts([
-      ["checkpoints", data.steps.length],
-      ["latest", data.latest],
-      ["size", bytesText(data.steps.reduce((sum, step) => sum + step.bytes, 0))],
-      ["went on after a fault", data.history.length ? countText(restarts, "time") : null],
-    ]),
-    losses, said);
-  loss(losses, data, said);
-  for (const name of metrics) metric(losses, data, name, said);
-  when(losses, data, said);
-  page.append(el("h3", {}, "Checkpoints"), steps(data, metrics));
-  if (data.history.length) page.append(el("h3", {}, "What happened"), history(data));
+  const tell = (text) => { said.textContent = text; };
+  const charts = el("section", { class: "card charts" });
+  page.append(el("h1", {}, data.title), several ? el("section", { class: "card" }, summary(runs)) : facts(about(runs[0])), charts);
+  for (const by_step of [true, false]) loss(charts, runs, by_step, tell);
+  const others = el("div", { class: "beside" });
+  charts.append(others, said);
+  for (const name of metricsOf(runs)) metric(others, runs, name, tell);
+  when(others, runs, tell);
+  page.append(el("div", { class: "beside" }, runs.map((run, number) => el("section", { class: "card run" },
+    several ? el("h2", {}, el("span", { class: "swatch", style: `background:${seriesColour(number)}` }), run.title) : null,
+    el("h3", {}, "Checkpoints"), steps(run),
+    run.history.length ? [el("h3", {}, "What happened"), history(run)] : null))));
 }
 
-function loss(place, data, said) {
-  if (!data.losses.length) return;
-  const unit = data.by_step ? "step" : "samples";
-  const traces = data.losses.map((segment, start) => ({
-    type: "scatter", mode: segment.length > 1 ? "lines" : "markers", name: start ? `start ${start + 1}` : "start 1",
-    x: segment.map(([at]) => at), y: segment.map(([, value]) => value),
-    customdata: segment.map(([at, value]) => `start ${start + 1}: loss ${numberText(value)} at ${unit} ${numberText(at)}`),
-    hovertemplate: `loss %{y}, ${unit} %{x}<extra></extra>`,
-  }));
-  const marks = data.by_step ? data.steps.map((step) => line(step.step, "#4c78a8", "dot")) : [];
-  const again = data.losses.slice(1).map((segment) => line(segment[0][0], "#e45756", "dash"));
-  addChart(place, data.losses.length > 1 ? `loss across ${data.losses.length} starts` : "loss", traces,
-    { x: { title: { text: unit } }, y: { title: { text: "loss" } }, shapes: [...marks, ...again] },
-    (point) => { said.textContent = point.customdata; });
-  place.append(el("p", { class: "note" }, [marks.length ? "dotted: checkpoints" : "", again.length ? "dashed: where a start went on" : ""].filter(Boolean).join("; ")));
+function about(run) {
+  const restarts = run.history.filter((each) => each.what === "went on").length;
+  const ended = run.losses.length ? run.losses[run.losses.length - 1] : [];
+  return [
+    ["checkpoints", run.steps.length],
+    ["latest", run.latest],
+    ["size", bytesText(run.steps.reduce((sum, step) => sum + step.bytes, 0))],
+    ["last loss", ended.length ? numberText(ended[ended.length - 1][1]) : null],
+    ["went on after a fault", run.history.length ? countText(restarts, "time") : null],
+  ];
 }
 
-function line(x, color, dash) {
-  return { type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color, dash, width: 1 } };
+function summary(runs) { // a column for each run
+  const columns = runs.map(about);
+  const rows = columns[0].map(([name], row) => [name, ...columns.map((column) => column[row][1] ?? "")]);
+  const lasts = metricsOf(runs).map((name) => [`${name} of the last checkpoint`, ...runs.map((run) => numberText(run.steps.filter((step) => name in step.metrics).at(-1)?.metrics[name]))]);
+  const titles = runs.map((run, number) => [el("span", { class: "swatch", style: `background:${seriesColour(number)}` }), run.title]);
+  return el("div", { class: "scroll" }, table(["", ...titles], [...rows, ...lasts], "summary"));
 }
 
-function metric(place, data, name, said) {
-  const having = data.steps.filter((step) => typeof step.metrics[name] === "number");
+function metricsOf(runs) {
+  return [...new Set(runs.flatMap((run) => run.steps.flatMap((step) => Object.keys(step.metrics))))];
+}
+
+function named(runs, run, text) { // a text of a run, with its name where there are several
+  return runs.length > 1 ? `${run.title}: ${text}` : text;
+}
+
+function loss(place, runs, by_step, tell) {
+  const having = runs.filter((run) => run.losses.length && run.by_step === by_step);
   if (!having.length) return;
-  addChart(place, `${name} of checkpoints`, [{
-    type: "scatter", mode: "lines+markers", name: escaped(name), x: having.map((step) => step.step), y: having.map((step) => step.metrics[name]),
-    customdata: having.map((step) => `${step.name}: ${name} ${numberText(step.metrics[name])}`), hovertemplate: "%{y}, step %{x}<extra></extra>",
-  }], { height: 240, x: { title: { text: "step" } }, y: { title: { text: escaped(name) } } }, (point) => { said.textContent = point.customdata; });
+  const unit = by_step ? "step" : "samples";
+  const several = runs.length > 1;
+  const series = having.flatMap((run) => run.losses.map((segment, start) => ({
+    name: several ? run.title : `start ${start + 1}`, colour: seriesColour(several ? runs.indexOf(run) : start),
+    points: segment.map(([at, value]) => [at, value, named(runs, run, `start ${start + 1}: loss ${numberText(value)} at ${unit} ${numberText(at)}`)]),
+  })));
+  const saves = by_step && !several ? having[0].steps.map((step) => ({ x: step.step, colour: "#4c78a8", dash: "1 4", text: step.name })) : [];
+  const again = having.flatMap((run) => run.losses.slice(1).map((segment) => ({ x: segment[0][0], colour: several ? seriesColour(runs.indexOf(run)) : FAULT, dash: "5 4", text: named(runs, run, "went on") })));
+  const starts = having.reduce((sum, run) => sum + run.losses.length, 0);
+  addChart(place, several ? `loss of ${countText(having.length, "run")}` : starts > 1 ? `loss across ${starts} starts` : "loss", series,
+    { x: unit, y: "loss", height: 320, marks: [...saves, ...again], onpick: tell });
+  place.append(el("p", { class: "note" }, [saves.length ? "dotted: checkpoints" : "", again.length ? "dashed: where a start went on" : ""].filter(Boolean).join("; ")));
 }
 
-function when(place, data, said) {
-  const saves = data.steps.map((step) => ({ at: step.saved, y: step.step, text: `${step.name}, ${bytesText(step.bytes)}` }));
-  if (!saves.length) return;
-  const marker = { size: 9 };
-  const traces = [{ type: "scatter", mode: "markers", name: "saved", marker, x: saves.map((each) => date(each.at)), y: saves.map((each) => each.y), customdata: saves.map((each) => each.text), hovertemplate: "step %{y}<extra></extra>" }];
-  const shapes = data.history.map((each) => line(date(each.at), each.what === "went on" ? "#e45756" : "#8a8f98", each.what === "ended" ? "solid" : "dash"));
-  addChart(place, "saves, starts and restarts by the clock", traces,
-    { height: 260, x: { type: "date" }, y: { title: { text: "step" } }, shapes }, (point) => { said.textContent = point.customdata; });
+function metric(place, runs, name, tell) {
+  const series = runs.map((run, number) => ({
+    name: run.title, colour: seriesColour(number),
+    points: run.steps.filter((step) => typeof step.metrics[name] === "number").map((step) => [step.step, step.metrics[name], named(runs, run, `${step.name}: ${name} ${numberText(step.metrics[name])}`)]),
+  })).filter(({ points }) => points.length);
+  if (series.length) addChart(place, `${name} of checkpoints`, series, { x: "step", y: name, height: 220, onpick: tell });
 }
 
-function date(seconds) {
+function when(place, runs, tell) {
+  const series = runs.map((run, number) => ({
+    name: runs.length > 1 ? run.title : "saved", shape: "points", colour: seriesColour(number),
+    points: run.steps.filter((step) => step.saved !== null).map((step) => [step.saved, step.step, named(runs, run, `${step.name}, ${bytesText(step.bytes)}, ${clock(step.saved)}`)]),
+  })).filter(({ points }) => points.length);
+  if (!series.length) return;
+  const marks = runs.flatMap((run, number) => run.history.map((each) => ({
+    x: each.at, colour: each.what === "went on" ? FAULT : runs.length > 1 ? seriesColour(number) : QUIET, dash: each.what === "ended" ? null : "5 4", text: named(runs, run, each.what) })));
+  addChart(place, "saves, starts and restarts by the clock", series, { x: "", y: "step", height: 240, clock: true, marks, onpick: tell });
+}
+
+function clock(seconds) {
   const found = new Date(seconds * 1000);
-  return Number.isNaN(found.getTime()) ? null : found.toISOString();
+  return seconds === null || Number.isNaN(found.getTime()) ? "" : found.toLocaleString([], { year: "2-digit", month: "short", day: "numeric", hour: "numeric", minute: "2-digit", second: "2-digit" });
 }
 
-function steps(data, metrics) {
-  const rows = data.steps.map((step) => [
-    step.name, new Date(step.saved * 1000).toLocaleString(), bytesText(step.bytes),
+function steps(run) {
+  const metrics = metricsOf([run]);
+  const rows = run.steps.map((step) => [
+    step.name, clock(step.saved), bytesText(step.bytes),
     ...metrics.map((name) => numberText(step.metrics[name])), [...step.kept, ...(step.latest ? ["latest"] : [])].join(", ")]);
   return rows.length ? el("div", { class: "scroll" }, table(["name", "saved", "size", ...metrics, "kept"], rows, "words steps")) : el("p", { class: "note" }, "none");
 }
 
-function history(data) {
-  const rows = data.history.map((each) => [
-    new Date(each.at * 1000).toLocaleString(), each.host, each.what,
+function history(run) {
+  const rows = run.history.map((each) => [
+    clock(each.at), each.host, each.what,
     each.what === "went on" ? `after ${numberText(Object.values(each.seconds).reduce((a, b) => a + b, 0))} s: ${Object.entries(each.seconds).map(([name, seconds]) => `${name.replace("_", " ")} ${seconds.toFixed(1)}`).join(", ")}`
       : each.why || (each.what === "ended" ? "done" : "")]);
-  return table(["when", "host", "what", ""], rows, "words history");
+  return el("div", { class: "scroll" }, table(["when", "host", "what", ""], rows, "words history"));
 }

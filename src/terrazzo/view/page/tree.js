@@ -1,23 +1,25 @@
-// Names as a tree, which opens by a click and is searched by words.
+// Names as a tree, which opens by a click or by keys, and is searched.
 
 import { el, bytesText, countText, shapeText } from "./dom.js";
+import { addKeys } from "./keys.js";
 import { VirtualList } from "./list.js";
+import { matcher, searched } from "./search.js";
 
 const DEEPEST = 32; // of hostile names; what is left of a longer one stays together
 const OPENED = 60; // rows: a tree with fewer is shown open
 
 // rows: what each name stands for, {name, dtype, shape, bytes, note}, in the order in which they are shown.
 export function treeOf(rows) {
-  const root = newNode("", 0);
+  const root = newNode("", null);
   rows.forEach((row, index) => {
     const parts = row.name.split(".");
     if (parts.length > DEEPEST) parts.splice(DEEPEST - 1, parts.length, parts.slice(DEEPEST - 1).join("."));
     let node = root;
     count(node, row);
-    parts.forEach((part, depth) => {
+    parts.forEach((part) => {
       let child = node.children.get(part);
       if (!child) {
-        child = newNode(part, depth + 1);
+        child = newNode(part, node);
         node.children.set(part, child);
       }
       node = child;
@@ -28,8 +30,8 @@ export function treeOf(rows) {
   return root;
 }
 
-function newNode(label, depth) {
-  return { label, depth, children: new Map(), row: -1, values: 0, bytes: 0, open: false };
+function newNode(label, parent) {
+  return { label, parent, depth: parent ? parent.depth + 1 : 0, children: new Map(), row: -1, values: 0, bytes: 0, open: false };
 }
 
 function count(node, row) {
@@ -37,27 +39,28 @@ function count(node, row) {
   node.bytes += row.bytes ?? 0;
 }
 
-export function visibleNodes(root) {
-  const found = [];
-  const waiting = [...root.children.values()].reverse();
-  while (waiting.length) {
-    const node = waiting.pop();
-    found.push(node);
-    if (node.open) waiting.push(...[...node.children.values()].reverse());
+export function visibleNodes(node, found = []) {
+  for (const child of node.children.values()) {
+    found.push(child);
+    if (child.open) visibleNodes(child, found);
   }
   return found;
 }
 
+// onpick hears of a row, with its number, and onmodule of a node that has others below it.
 export class TreeView {
-  constructor(rows, onpick) {
+  constructor(rows, onpick, onmodule = () => {}) {
     this.rows = rows;
     this.onpick = onpick;
+    this.onmodule = onmodule;
     this.root = treeOf(rows);
-    this.picked = -1;
+    this.picked = null; // the number of a row, or a node that is none
     this.list = new VirtualList((item) => this.drawn(item));
-    this.search = el("input", { type: "search", placeholder: "search names, dtypes, shapes", "aria-label": "search", oninput: () => this.refresh() });
+    this.search = el("input", { type: "search", placeholder: "search: layers[0], *.weight, bf16, 4096x128", "aria-label": "search", autocomplete: "off", spellcheck: "false",
+      oninput: () => this.refresh(), onkeydown: (event) => this.typed(event) });
     this.found = el("output", { class: "found" });
     this.element = el("section", { class: "tree" }, el("div", { class: "bar" }, this.search, this.found), this.list.box);
+    this.addKeys();
     this.openFew();
     this.refresh();
   }
@@ -76,19 +79,74 @@ export class TreeView {
     }
   }
 
+  addKeys() {
+    addKeys("/", "search", () => this.search.focus());
+    addKeys("ArrowDown j", "the next name", () => this.move(1));
+    addKeys("ArrowUp k", "the one before", () => this.move(-1));
+    addKeys("ArrowRight l", "open a module", () => this.fold(true));
+    addKeys("ArrowLeft h", "close it, or go to the one above", () => this.fold(false));
+    addKeys("Home", "the first name", () => this.move(-Infinity));
+    addKeys("End", "the last", () => this.move(Infinity));
+  }
+
+  typed(event) {
+    if (event.key === "Escape") {
+      this.search.value = "";
+      this.refresh();
+      this.list.box.focus();
+    } else if (event.key === "ArrowDown" || event.key === "Enter") {
+      event.preventDefault();
+      this.list.box.focus();
+      this.move(this.at() < 0 ? 1 : 0);
+    }
+  }
+
+  at() {
+    return this.list.items.findIndex((item) => this.keyOf(item) === this.picked);
+  }
+
+  keyOf(item) {
+    return typeof item === "number" ? item : item.row >= 0 ? item.row : item;
+  }
+
+  move(by) {
+    const last = this.list.items.length - 1;
+    if (last >= 0) this.pick(this.list.items[Math.min(last, Math.max(0, this.at() + by))]);
+  }
+
+  fold(open) {
+    const node = this.list.items[this.at()];
+    if (node === undefined || typeof node === "number") return;
+    if (node.children.size && node.open !== open) {
+      node.open = open;
+      this.refresh(true);
+    } else if (!open && node.parent.parent) this.pick(node.parent);
+  }
+
+  // Shows a module in the tree, and what it has.
+  show(node) {
+    this.search.value = "";
+    for (let each = node; each; each = each.parent) each.open = true;
+    this.refresh(true);
+    this.pick(node);
+  }
+
   refresh(keep) {
-    const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    if (!words.length) {
+    const fits = matcher(this.search.value);
+    if (fits === null) {
       this.found.textContent = countText(this.rows.length, "value");
       this.list.show(visibleNodes(this.root), keep);
       return;
     }
-    this.texts ??= this.rows.map((row) => `${row.name} ${row.dtype ?? "object"} ${(row.shape ?? []).join("x")}`.toLowerCase());
+    this.texts ??= this.rows.map(searched);
     const items = [];
+    let bytes = 0;
     this.texts.forEach((text, index) => {
-      if (words.every((word) => text.includes(word))) items.push(index);
+      if (!fits(text)) return;
+      items.push(index);
+      bytes += this.rows[index].bytes ?? 0;
     });
-    this.found.textContent = `${items.length.toLocaleString("en")} of ${countText(this.rows.length, "value")}`;
+    this.found.textContent = `${items.length.toLocaleString("en")} of ${countText(this.rows.length, "value")}, ${bytesText(bytes)}`;
     this.list.show(items, keep);
   }
 
@@ -100,24 +158,26 @@ export class TreeView {
     const folder = inTree && item.children.size > 0;
     const mark = folder ? (item.open ? "▾" : "▸") : "";
     const sizes = row ? [row.dtype ?? "object", shapeText(row.shape), bytesText(row.bytes)] : [countText(item.values, "value"), "", bytesText(item.bytes)];
-    const act = () => this.act(item, index, folder);
+    const picked = this.keyOf(item) === this.picked;
     return el("div", {
-      class: `row${folder ? " folder" : ""}${row && index === this.picked ? " picked" : ""}`,
-      role: "treeitem", tabindex: "-1", "aria-expanded": folder ? String(item.open) : null, title: row ? row.name : null,
-      onclick: act, onkeydown: (event) => event.key === "Enter" && act(),
+      class: `row${folder ? " folder" : ""}${picked ? " picked" : ""}`,
+      role: "treeitem", "aria-expanded": folder ? String(item.open) : null, "aria-selected": String(picked), title: row ? row.name : null,
+      onclick: () => {
+        if (folder) item.open = !item.open;
+        this.pick(item);
+      },
     },
       el("span", { class: "mark", style: `margin-left:${inTree ? (item.depth - 1) * 14 : 0}px` }, mark),
-      el("span", { class: "name" }, inTree ? item.label : row.name),
+      inTree ? el("span", { class: "name" }, item.label) : el("span", { class: "name tail" }, el("bdi", {}, row.name)),
       row && row.note ? el("span", { class: "note" }, row.note) : null,
       sizes.map((text, place) => el("span", { class: `size${place}` }, text)));
   }
 
-  act(item, index, folder) {
-    if (folder) item.open = !item.open;
-    if (index >= 0) {
-      this.picked = index;
-      this.onpick(this.rows[index], index);
-    }
+  pick(item) {
+    this.picked = this.keyOf(item);
+    if (typeof this.picked === "number") this.onpick(this.rows[this.picked], this.picked);
+    else this.onmodule(item);
     this.refresh(true);
+    this.list.reveal(this.at());
   }
 }

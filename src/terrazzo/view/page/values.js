@@ -39,21 +39,28 @@ export function showStatistics(place, found) {
     place.append(el("p", { class: "note" }, "no finite values"));
     return;
   }
-  const width = found.edges.slice(1).map((edge, i) => edge - found.edges[i] || 1);
-  const middle = found.edges.slice(0, -1).map((edge, i) => (width[i] === 1 && edge === found.edges[i + 1] ? edge : edge + width[i] / 2));
-  const text = found.counts.map((count, i) => `${numberText(found.edges[i])} to ${numberText(found.edges[i + 1])}: ${countText(count, "value")}`);
-  addChart(place, "histogram", [{ type: "bar", x: middle, y: found.counts, width, text, hoverinfo: "text", textposition: "none", marker: { color: "#4c78a8" } }],
-    { x: { title: { text: "value" } }, y: { title: { text: "elements" } } });
+  const middles = found.counts.map((_, i) => found.edges[i] / 2 + found.edges[i + 1] / 2);
+  const points = found.counts.map((count, i) => [middles[i], count, `${numberText(found.edges[i])} to ${numberText(found.edges[i + 1])}: ${countText(count, "value")}`]);
+  addChart(place, "histogram", [{ name: "elements", shape: "bars", colour: "#4c78a8", points }], { x: "value", y: "elements", height: 220 });
 }
 
 export function showValue(place, found) {
   place.append(el("p", { class: "note" }, found.longer ? `${found.type}, the beginning of it` : found.type), el("pre", {}, found.text));
 }
 
+function partsOf(kind) { // [offsets, lengths], in the order of their owners
+  return kind.cut.boxes ?? boxesOfSteps(kind.shape, kind.cut.steps);
+}
+
+// The parts of a tensor with the ranks that saved them; null if these are not known.
+export function savedBy(data, kind, owner) {
+  return kind.cut && data.by_rank && owner >= 0 ? partsOf(kind).map((box, part) => [data.owners[owner][part], ...box]) : null;
+}
+
 // How the parts of a tensor were saved: by whom, or in which file.
 export function savedParts(data, kind, owner) {
   if (!kind.cut) return el("p", { class: "note" }, `${countText(kind.parts, "part")}, which are too many to list`);
-  const boxes = kind.cut.boxes ?? boxesOfSteps(kind.shape, kind.cut.steps);
+  const boxes = partsOf(kind);
   const owners = owner >= 0 ? data.owners[owner] : null;
   const who = (part) => (owners ? (data.by_rank ? `rank ${owners[part]}` : data.files[owners[part]]) : `part ${part}`);
   const said = el("p", { class: "said", role: "status" }, "Click a part.");
@@ -80,15 +87,37 @@ export function savedParts(data, kind, owner) {
     boxes.length > LISTED ? el("p", { class: "note" }, `and ${countText(boxes.length - LISTED, "more part")}`) : null);
 }
 
+const MOST_TRIES = 1e5; // ranks whose boxes are computed to find placements
+
+// All placements under which the ranks of a mesh hold these parts, [rank, offsets, lengths].
+export function placementsOf(shape, mesh, parts) {
+  const ranks = mesh.reduce((product, [, size]) => product * size, 1);
+  const words = ["R", ...shape.map((_, dim) => `S(${dim})`)];
+  if (ranks * words.length ** mesh.length > MOST_TRIES || parts.some(([rank]) => rank >= ranks)) return [];
+  const distinct = (boxes) => new Set(boxes.filter(([, , lengths]) => !lengths.includes(0)).map(([, ...box]) => box.join(";"))).size;
+  const found = [];
+  for (let number = 0; number < words.length ** mesh.length; number += 1) {
+    const placed = mesh.map((_, m) => words[Math.floor(number / words.length ** m) % words.length]);
+    const boxes = boxesOfMesh(shape, mesh, parsePlacements(placed.join(","), mesh.length, shape.length));
+    const same = parts.every(([rank, offsets, lengths]) => boxes[rank].slice(1).join(";") === [offsets, lengths].join(";"));
+    if (same && distinct(boxes) === parts.length) found.push(placed.join(","));
+  }
+  return found;
+}
+
 // A form: a mesh and placements, and what its ranks would hold.
-export function onMesh(shape, itemsize, mesh, placements) {
-  const meshBox = el("input", { name: "mesh", value: mesh, "aria-label": "mesh", size: 20 });
-  const placementsBox = el("input", { name: "placements", value: placements, "aria-label": "placements", size: 20 });
+// asked: {mesh, placements}, which keeps what is written; parts: of placementsOf, for when there are no placements.
+export function onMesh(shape, itemsize, asked, parts) {
+  const box = (name, hint) => el("input", { name, value: asked[name], placeholder: hint, "aria-label": name, size: 16, oninput: (event) => { asked[name] = event.target.value; } });
+  const meshBox = box("mesh", "dp=8,tp=2"), placementsBox = box("placements", parts ? "as saved" : "S(0),R");
   const place = el("div", { class: "sketch" });
   const draw = () => {
     try {
       const dims = parseMesh(meshBox.value);
-      const parsed = parsePlacements(placementsBox.value, dims.length, shape.length);
+      const words = placementsBox.value.trim();
+      const fitting = words ? [words] : parts ? placementsOf(shape, dims, parts) : [];
+      if (!fitting.length) throw new Error(parts ? "No placements on this mesh cut the tensor as it was saved: write some, as in S(0),R." : "Write placements, as in S(0),R.");
+      const parsed = parsePlacements(fitting[0], dims.length, shape.length);
       const boxes = boxesOfMesh(shape, dims, parsed);
       const grid = gridOf(shape, boxes);
       const counts = boxes.map(([, , lengths]) => lengths.reduce((product, length) => product * length, 1));
@@ -98,20 +127,21 @@ export function onMesh(shape, itemsize, mesh, placements) {
       const size = (count) => (itemsize ? bytesText(count * itemsize) : countText(count, "element"));
       place.replaceChildren(
         facts([
+          ["placements", fitting.map((words) => words.split(",").map((word, m) => `${dims[m][0]}: ${word}`).join(", ")).join(" or ")],
           ["ranks", boxes.length],
           ["per rank", least === most ? size(most) : `${size(least)} to ${size(most)}`],
           ["distinct parts", grid.holders.length],
           ["nothing on", idle.length ? runsText(idle) : null],
           ["terms", parsed.some((each) => each.text.startsWith("P")) ? "ranks of a part hold terms, to be reduced" : null],
         ]),
-        drawHeld(grid, dims, boxes.map(([rank]) => rank), itemsize));
+        drawHeld(grid, dims, boxes.map(([rank]) => rank), itemsize, parsed.map(({ dim }) => dim)));
     } catch (error) {
       place.replaceChildren(el("p", { class: "error", role: "alert" }, error.message));
     }
   };
-  const form = el("form", { onsubmit: (event) => { event.preventDefault(); draw(); } },
-    el("label", {}, "mesh ", meshBox), " ", el("label", {}, "placements ", placementsBox), " ", el("button", {}, "draw"));
-  if (mesh) draw();
+  const form = el("form", { class: "tools", onsubmit: (event) => { event.preventDefault(); draw(); } },
+    el("label", {}, "mesh ", meshBox), el("label", {}, "placements ", placementsBox), el("button", {}, "draw"));
+  if (asked.mesh) draw();
   return el("div", {}, form, place);
 }
 
