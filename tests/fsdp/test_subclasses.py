@@ -15,7 +15,7 @@ from fsdp.compare import Counted
 from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp import MixedPrecisionPolicy, fully_shard, report
-from terrazzo.tensor import Shard, init_device_mesh
+from terrazzo.tensor import DTensor, Shard, init_device_mesh
 
 pytestmark = pytest.mark.on_late
 
@@ -271,6 +271,14 @@ def check_refused() -> None:
         fully_shard(layer(torch.eye(4).as_subclass(Opaque)), mesh=mesh)
     with pytest.raises(FSDPValueError, match="along dim 0"):
         fully_shard(layer(Pair(torch.eye(4), torch.eye(4))), mesh=mesh, shard_placement_fn=lambda p: Shard(1))
+    # What was refused is as it was, and can be called again with other arguments.
+    again = nn.Sequential(nn.Linear(4, 4), layer(NoHooks(torch.eye(4), torch.eye(4))))
+    before = dict(again.named_parameters())
+    with pytest.raises(FSDPError, match="or add the parameter to ignored_params"):
+        fully_shard(again, mesh=mesh)
+    assert all(p is before[name] for name, p in again.named_parameters())
+    fully_shard(again, mesh=mesh, ignored_params={again[1].weight})
+    assert isinstance(again[0].weight, DTensor) and again[1].weight is before["1.weight"]
     kept = layer(Named(torch.eye(4)))  # a class without operations of its own is a plain parameter
     fully_shard(kept, mesh=mesh)(torch.ones(1, 4)).sum().backward()
 

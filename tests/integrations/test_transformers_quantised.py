@@ -13,6 +13,10 @@ import torch.distributed as dist
 import terrazzo
 from installed import needs
 from ranks import fresh_values
+from terrazzo.errors import FSDPError
+from terrazzo.fsdp import fully_shard
+from terrazzo.tensor import init_device_mesh
+from terrazzo.tensor.parallel import ExpertParallel, parallelize_module
 
 needs("transformers", "torchao")
 
@@ -45,6 +49,16 @@ def check_experts(folder: str) -> None:
     tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1))
     expected = alone(tokens, labels=tokens)
     expected.loss.backward()
+
+    def check_gradients(model: Any) -> None:
+        found = dict(model.named_parameters())
+        assert found.keys() == dict(alone.named_parameters()).keys()
+        for name, p in alone.named_parameters():
+            assert p.requires_grad == found[name].requires_grad
+            gradient = found[name].grad
+            gradient = gradient.full_tensor() if isinstance(gradient, terrazzo.tensor.DTensor) else gradient
+            torch.testing.assert_close(gradient, p.grad, rtol=1e-3, atol=1e-6)
+
     for tokens_reach_experts in ("all_to_all", "all_reduce"):
         both = DistributedConfig(tp_size=2, ep_size=2, ep_implementation=tokens_reach_experts)
         model = loaded(distributed_config=both)
@@ -58,12 +72,29 @@ def check_experts(folder: str) -> None:
         outputs = model(tokens, labels=tokens)
         torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-4, atol=1e-5)
         outputs.loss.backward()
-        found = dict(model.named_parameters())
-        assert found.keys() == dict(alone.named_parameters()).keys()
-        for name, p in alone.named_parameters():
-            gradient = found[name].grad
-            gradient = gradient.full_tensor() if isinstance(gradient, terrazzo.tensor.DTensor) else gradient
-            torch.testing.assert_close(gradient, p.grad, rtol=1e-3, atol=1e-6)
+        check_gradients(model)
+
+    # With fully_shard, which leaves the experts to their ranks: they cannot be cut, and their values stay.
+    rank = dist.get_rank()
+    for divided in (False, True):
+        model = loaded()
+        experts = [layer.mlp.experts for layer in model.model.layers]
+        if divided:
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+            parallelize_module(model, mesh, {"model.layers.*.mlp.experts": ExpertParallel()})
+        else:
+            with pytest.raises(
+                FSDPError, match="Int8Tensor, a tensor subclass without .* add the parameter to ignored"
+            ):
+                fully_shard(experts[0])
+        frozen = {p for module in experts for p in module.parameters()}
+        for layer in model.model.layers:
+            fully_shard(layer, ignored_params=frozen)
+        fully_shard(model, ignored_params=frozen)
+        outputs = model(tokens[rank : rank + 1], labels=tokens[rank : rank + 1])
+        torch.testing.assert_close(outputs.logits, expected.logits[rank : rank + 1], rtol=1e-4, atol=1e-5)
+        outputs.loss.backward()
+        check_gradients(model)
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from terrazzo._torch.autograd import accumulation_hooks, gradient_hooks
 from terrazzo._torch.modules import buffers_of, register_as_fully_sharded
 from terrazzo._torch.tensors import same_kind_of_storage
 from terrazzo.errors import FSDPValueError
-from terrazzo.fsdp.group import Group, group_of
+from terrazzo.fsdp.group import ATTRIBUTE, Group, group_of
 from terrazzo.fsdp.meshes import DataMesh, DataParallelMeshDims
 from terrazzo.fsdp.misuse import remark_on_hooks, watch_optimizers
 from terrazzo.fsdp.module import FSDPModule, keep_state_dicts_sharded, make_fsdp_module
@@ -118,6 +118,8 @@ def fully_shard(
         params.append(ShardedParameter(name, parameter, slots, dim, data if own is None else meshes[own]))
     group = Group(modules, params, settings, reshard_after_forward)
     Unit([group])
+    for each in modules:  # only now, because what failed may be called again with other arguments
+        each.__dict__[ATTRIBUTE] = group
     for name, parameter, _ in found:
         mark(parameter, REPLACED, name)
     remark_on_hooks(

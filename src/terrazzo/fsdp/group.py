@@ -72,8 +72,6 @@ class Group:
         # gloo takes the processor's time for a reduction, so on CPU the next backward had better not wait for it.
         on_cpu = settings.mesh.device.type == "cpu"
         self.options = Options(2 if on_cpu else 1, COALESCE_BYTES, auto_reshard=automatic)
-        for module in modules:
-            module.__dict__[ATTRIBUTE] = self
 
     @property
     def root(self) -> Any:
