@@ -141,6 +141,7 @@ def check_tensor_parallel() -> None:
         same(p.grad, q.grad)
     with pytest.raises(ParallelPlanError, match="'w2'. must be a Shard, not None"):
         parallelize_module(reference, mesh["ep", "tp"], ExpertParallel(tensor={"w1": Shard(1)}))
+    assert not any(isinstance(p, DTensor) for p in reference.parameters())  # w1 is as it was
     with pytest.raises(ParallelPlanError, match="a mesh of two dimensions for ExpertParallel.tensor"):
         parallelize_module(reference, mesh["ep"], style)
     cube = init_device_mesh(device_type(), (2, 2, 1), mesh_dim_names=("ep", "tp", "more"))

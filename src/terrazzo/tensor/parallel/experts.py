@@ -67,15 +67,19 @@ class ExpertParallel(ParallelStyle):
                 f"ExpertParallel: {type(module).__name__} has {count} experts, fewer than the mesh has ranks, "
                 f"{axis.size}: shard them over a smaller mesh"
             )
-        for submodule in module.modules():
-            for name, parameter in parameters_of(submodule).items():
-                if parameter is not None:
-                    placements = [Shard(0), *self._inside(name)]
-                    sharded = distribute_tensor(parameter, device_mesh, placements, src_data_rank=self.src_data_rank)
-                    placed = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-                    vars(placed).update(vars(parameter))  # what users, or libraries, have set on it
-                    submodule.register_parameter(name, placed)
-        module.__class__ = _with_dispatch(type(module))
+        kind = _with_dispatch(type(module))
+        found = [
+            (submodule, name, parameter, [Shard(0), *self._inside(name)])  # raises before anything is changed
+            for submodule in module.modules()
+            for name, parameter in parameters_of(submodule).items()
+            if parameter is not None
+        ]
+        for submodule, name, parameter, placements in found:
+            sharded = distribute_tensor(parameter, device_mesh, placements, src_data_rank=self.src_data_rank)
+            placed = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            vars(placed).update(vars(parameter))  # what users, or libraries, have set on it
+            submodule.register_parameter(name, placed)
+        module.__class__ = kind
         module._expert_parallel = _Experts(device_mesh, axis, inside, count)  # type: ignore[assignment]
         return module
 
