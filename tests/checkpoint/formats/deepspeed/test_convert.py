@@ -105,6 +105,26 @@ def test_what_cannot_be_converted(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["factored", "model.pt", "source"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dp_world_size": 1 << 40},
+        {"dp_world_size": []},
+        {"param_shapes": [["a.weight", None]]},
+        {"param_shapes": 7},
+        {"ds_config": [1]},
+        {"loss_scaler": {"cur_scale": torch.zeros(3)}},
+        {"shared_params": {"again": {}}},
+        {"optimizer": {"state": {"a.bias": "x"}, "param_groups": [{"params": ["a.bias"]}]}},
+    ],
+)
+def test_engines_checkpoints_with_values_of_other_kinds(tmp_path, changes):
+    source = save_state(tmp_path, **changes)
+    with pytest.raises((CheckpointFormatError, UnsupportedValueError), match="training engine's|at least one rank"):
+        convert(source, tmp_path / "new", "deepspeed")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def test_nothing_is_removed_or_written_through_a_link(tmp_path):
     """Neither through one that has the name of the unfinished folder, nor over one that leads nowhere."""
     write(tmp_path, 2)

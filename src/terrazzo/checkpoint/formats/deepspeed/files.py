@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
@@ -26,7 +27,13 @@ from terrazzo.checkpoint.formats.unpickle import Call, pickled
 from terrazzo.checkpoint.formats.windows import Window
 from terrazzo.checkpoint.native.spans import strides_of
 from terrazzo.checkpoint.stores import Place
-from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, UnsafePickleError
+from terrazzo.errors import (
+    CheckpointCorruptError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    TerrazzoError,
+    UnsafePickleError,
+)
 from terrazzo.layout.box import Box
 
 Found = TypeVar("Found")
@@ -169,6 +176,19 @@ def _complete(folder: Place, what: str, by_rank: Mapping[int, Found]) -> tuple[F
         first = next(rank for rank in range(len(by_rank)) if rank not in by_rank)
         raise CheckpointNotFoundError(f"{folder}: the files of {absent} {what} ranks are missing, first of {first}")
     return tuple(by_rank[rank] for rank in range(len(by_rank)))
+
+
+@contextmanager
+def understood(where: object, whose: str) -> Iterator[None]:
+    """Inside of this context, errors that come from values of other kinds say so: files can hold anything."""
+    try:
+        yield
+    except TerrazzoError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointFormatError(
+            f"{where}: the files hold something else than {whose} do ({type(error).__name__}: {error})"
+        ) from error
 
 
 class OpenFile:

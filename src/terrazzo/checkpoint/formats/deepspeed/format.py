@@ -28,6 +28,7 @@ from terrazzo.checkpoint.formats.deepspeed.files import (
     shapes_of,
     step_of,
     steps_in,
+    understood,
 )
 from terrazzo.checkpoint.formats.deepspeed.from_checkpoint import write_deepspeed
 from terrazzo.checkpoint.formats.deepspeed.zero import frozen_tensors, read_partitioned
@@ -39,7 +40,7 @@ from terrazzo.checkpoint.metadata import BytesStorageMetadata, Metadata, Storage
 from terrazzo.checkpoint.native.names import LATEST, named_by_latest
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place
-from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 
 
 class DeepSpeedReader(TableReader):
@@ -57,7 +58,9 @@ class DeepSpeedReader(TableReader):
     def _described(self) -> Metadata:
         folder = tag_folder(self.place)
         self.files_at(folder.store)
-        contents = self._contents = _read_contents(folder)
+        with understood(folder, "DeepSpeed's"):
+            contents = read_universal(folder) if is_universal(folder) else read_partitioned(folder)
+        self._contents = contents
         entries = {
             name: tensor_entry(value.dtype, value.shape)
             if isinstance(value, FileTensor | torch.Tensor)
@@ -81,18 +84,6 @@ class DeepSpeedReader(TableReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return Place(checkpoint_id).is_dir()
-
-
-def _read_contents(folder: Place) -> Contents:
-    try:
-        return read_universal(folder) if is_universal(folder) else read_partitioned(folder)
-    except CheckpointError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        # What the pickles hold can be anything.
-        raise CheckpointFormatError(
-            f"{folder}: the files hold something else than DeepSpeed's do ({type(error).__name__}: {error})"
-        ) from error
 
 
 def tag_folder(path: Place) -> Place:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from terrazzo.checkpoint.formats.deepspeed.files import understood
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, refuse_experts
 from terrazzo.checkpoint.formats.deepspeed.writing import (
     NewFolder,
@@ -29,6 +30,7 @@ from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointFormatError, UnsupportedValueError
 
 _PIECE: Final = 16 << 20  # bytes in memory at a time
+_MOST_RANKS: Final = 1 << 20
 # Values without which the order of parameters is unknown.
 _NEEDED: Final = ("param_shapes", "shared_params", "global_steps", "dp_world_size", "ds_config")
 # Values of an engine's checkpoint that are not copied. Positions in the data are terrazzo's own.
@@ -59,6 +61,13 @@ def write_deepspeed(
     folder = NewFolder(target)
     if folder.is_taken():
         raise folder.refusal()
+    with understood(source.metadata, "a training engine's"):
+        _write(source, folder, stage, ranks, progress)
+
+
+def _write(
+    source: Source, folder: NewFolder, stage: int | None, ranks: int | None, progress: Callable[[str, int], None] | None
+) -> None:
     values = _values(source)
     config = values["ds_config"]
     layout = _layout(source, values, stage, values["dp_world_size"] if ranks is None else ranks)
@@ -104,7 +113,7 @@ def _layout(source: Source, values: Mapping[str, Any], stage: int | None, ranks:
     config = values["ds_config"]
     zero = config.get("zero_optimization") or {}
     stage = max(int(zero.get("stage", 0)), 1) if stage is None else stage
-    if stage not in (1, 2, 3) or ranks < 1:
+    if stage not in (1, 2, 3) or not 0 < ranks <= _MOST_RANKS:
         raise UnsupportedValueError(
             f"DeepSpeed's layout needs ZeRO stage 1, 2 or 3 and at least one rank, not stage {stage} on {ranks} ranks"
         )
