@@ -12,7 +12,8 @@ from terrazzo.tensor.ops.cross_entropy import parallel_loss
 def loss_parallel() -> Iterator[None]:
     """Inside this block, `cross_entropy` of logits sharded over the classes runs without gathering them.
 
-    >>> from terrazzo.tensor import init_device_mesh, randn
+    >>> import torch
+    >>> from terrazzo.tensor import Shard, init_device_mesh, randn
     >>> mesh = init_device_mesh("cpu", (1,))
     >>> logits = randn(2, 8, device_mesh=mesh, placements=[Shard(1)], requires_grad=True)  # a rank has some classes
     >>> with loss_parallel():
