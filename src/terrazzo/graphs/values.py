@@ -21,6 +21,7 @@ from terrazzo.tensor.dtensor import DTensor, wrap
 _BY_VALUE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, enum.Enum)
 # Types of objects that are compared by identity: another object is another argument, and the same one is unchanged.
 _BY_IDENTITY = (FunctionType, BuiltinFunctionType, MethodType, type, torch.Generator, Placement, DeviceMesh)
+_CONSTANTS = (*_BY_VALUE, *_BY_IDENTITY)
 _PLAIN = frozenset([torch.Tensor, torch.nn.Parameter, CountingParameter])
 _SPECIAL = frozenset(
     [torch.complex32, torch.complex64, torch.complex128, torch.quint8, torch.qint8, torch.qint32, torch.quint4x2]
@@ -49,10 +50,7 @@ def collect(value: Any, key: list[Any], tensors: list[Any]) -> None:
             collect(item, key, tensors)
     elif isinstance(value, slice):
         key += (slice, value.start, value.stop, value.step)
-    elif isinstance(value, _BY_VALUE):
-        key.append(kind)
-        key.append(value)
-    elif isinstance(value, _BY_IDENTITY):
+    elif isinstance(value, _CONSTANTS):
         key.append(kind)
         key.append(value)
     else:
@@ -169,8 +167,6 @@ def _is_constant(leaf: Any) -> bool:
 
 
 # ------------------------------------------------------------------ outputs
-
-_CONSTANTS = (*_BY_VALUE, *_BY_IDENTITY)
 
 
 @dataclass(frozen=True, slots=True)

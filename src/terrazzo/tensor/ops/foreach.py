@@ -175,12 +175,6 @@ def _one_by_one(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     return tuple(results)
 
 
-def _bounded(single: str) -> Callable[..., Any]:
-    """maximum, minimum (with numbers in lists), clamp_min and clamp_max (with tensors) are the same operations."""
-    which = "max" if single in ("clamp_max", "minimum") else "min"
-    return lambda x, bound: torch.clamp(x, **{which: bound})
-
-
 def _written(functional: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, *more: x.copy_(functional(x, *more))
 
@@ -191,7 +185,11 @@ def _powsum(x: Any, order: Any, dtype: torch.dtype | None = None) -> Any:
     return found.to(wanted.to_real())
 
 
-_BOUNDED: Final = {single: _bounded(single) for single in ("clamp_max", "clamp_min", "maximum", "minimum")}
+# maximum and minimum, of numbers in lists, are the same operations.
+_BOUNDED: Final[dict[str, Callable[..., Any]]] = {
+    **dict.fromkeys(("clamp_max", "minimum"), lambda x, bound: torch.clamp(x, max=bound)),
+    **dict.fromkeys(("clamp_min", "maximum"), lambda x, bound: torch.clamp(x, min=bound)),
+}
 
 # What the operation for one tensor is where PyTorch has none of the name, or one that takes less.
 _OWN: Final[dict[str, Callable[..., Any]]] = {

@@ -17,6 +17,7 @@ from terrazzo.tensor.dispatch.outside_mesh import not_known
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
 from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.ops.loops import loops
 from terrazzo.tensor.ops.questions import in_boxes, is_cut
 from terrazzo.tensor.ops.reductions import loser, reduced_dims, reduction
 from terrazzo.tensor.ops.table import decomposition, rule
@@ -202,29 +203,22 @@ def _in_graph(local: torch.Tensor, value: torch.Tensor, own: torch.Tensor, d: in
 # ------------------------------------------------------------------ values in a list that every rank has whole
 
 
+_ONE_LIST, _LISTS = loops("_, ... -> ..."), loops("..._, ...m -> ...m")
+
+
 @rule("searchsorted")
 def searchsorted(call: Call, sorted_sequence: Operand, input: Any, *args: Any, **kwargs: Any) -> Spec | None:
     """One list for all, or one for each row."""
-    if not isinstance(sorted_sequence, Operand) or not isinstance(input, Operand):
+    if call.operands != [sorted_sequence, input] or kwargs.get("sorter") is not None:
         return None
-    if call.operands != [sorted_sequence, input] or not sorted_sequence.ndim or kwargs.get("sorter") is not None:
-        return None
-    factors: Dims = tuple(range(input.ndim))
     if sorted_sequence.ndim == 1:
-        rows: Dims = (None,)
-    elif sorted_sequence.shape[:-1] == input.shape[:-1]:
-        rows = (*factors[:-1], None)
-    else:
-        return None
-    return Spec([rows, factors], [factors], [input.shape])
+        return _ONE_LIST.spec(call.operands)
+    return _LISTS.spec(call.operands) if sorted_sequence.shape[:-1] == input.shape[:-1] else None
 
 
 @rule("bucketize")
 def bucketize(call: Call, input: Any, boundaries: Any, *args: Any, **kwargs: Any) -> Spec | None:
-    if not isinstance(input, Operand) or call.operands != [input, boundaries] or boundaries.ndim != 1:
-        return None
-    factors: Dims = tuple(range(input.ndim))
-    return Spec([factors, (None,)], [factors], [input.shape])
+    return loops("..., _ -> ...").spec(call.operands) if call.operands == [input, boundaries] else None
 
 
 @rule("isin")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from terrazzo.tensor.dispatch.shapes import of_tensors_without_data
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, within
 from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.ops.halo import Window, each, plan_halo
+from terrazzo.tensor.ops.loops import loops
 from terrazzo.tensor.ops.questions import is_sharded_along
 from terrazzo.tensor.ops.reductions import loser
 from terrazzo.tensor.ops.table import rule
@@ -190,18 +192,12 @@ def columns(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | Non
 
 @rule("grid_sampler", "grid_sample")
 def grid_sample(call: Call, input: Operand, grid: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    if (
-        len(call.operands) != 2
-        or not isinstance(grid, Operand)
-        or input.ndim != grid.ndim
-        or input.shape[0] != grid.shape[0]
-    ):
+    shapes = shapes_of_results(call) if call.operands == [input, grid] and all(input.shape) else None
+    if shapes is None:
         return None
-    closed: Dims = (None,) * (input.ndim - 2)
-    shape = (input.shape[0], input.shape[1], *grid.shape[1:-1])
-    if not all(input.shape):
-        return None
-    return Spec([(0, 1, *closed), (0, *closed, None)], [(0, 1, *closed)], [shape], linear=[(0,)], never_empty=True)
+    closed = "_" * (input.ndim - 2)
+    spec = loops(f"nc{closed}, n{closed}_ -> nc{closed}", linear=[(0,)]).spec(call.operands, shapes)
+    return None if spec is None else replace(spec, never_empty=True)
 
 
 @rule("unfold")
