@@ -11,6 +11,7 @@ Values need the whole tensor, so all ranks take part.
 
 from __future__ import annotations
 
+from functools import partial
 from numbers import Number
 from operator import attrgetter
 from typing import Any, Final, NoReturn
@@ -36,16 +37,10 @@ def define_attributes(cls: type[Any]) -> None:
         if name in _OF_THE_WRAPPER:
             setattr(cls, name, property(attribute_of_wrapper(name)))
         else:
-            setattr(cls, name, property(attrgetter(f"_local.{name}"), _setter_of(name)))
+            setter = partial(lambda name, tensor, value: setattr(tensor._local, name, value), name)
+            setattr(cls, name, property(attrgetter(f"_local.{name}"), setter))
     for name in _METHODS:
         setattr(cls, name, _method_of(name))
-
-
-def _setter_of(name: str) -> Any:
-    def set_on_local(self: Any, value: Any) -> None:
-        setattr(self._local, name, value)
-
-    return set_on_local
 
 
 def _method_of(name: str) -> Any:

@@ -8,7 +8,7 @@ Of `view(dtype)` the number of elements depends on the old dtype, and plans do n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -39,31 +39,6 @@ def norm_dim(dim: int, ndim: int) -> int:
     if not -max(ndim, 1) <= dim < max(ndim, 1):
         raise IndexError(f"Dimension out of range (got {dim} for a tensor of {ndim} dimensions)")
     return dim + ndim if dim < 0 else dim
-
-
-def moved(
-    input: Operand,
-    out: Sequence[int | None],
-    shape: Sequence[int],
-    *,
-    localize: Any = None,
-    even: Mapping[int, tuple[int, ...]] | None = None,
-    keeps_terms: bool = False,
-    moves_only: bool = True,
-) -> Spec:
-    """The spec of a view with these input dims as its output dims (None: new, or not shardable)."""
-    ins = tuple(d if d in out else None for d in range(input.ndim))
-    return Spec(
-        [ins],
-        [tuple(out)],
-        [tuple(shape)],
-        linear=[(0,)],
-        moves_only=moves_only,
-        localize=localize,
-        even=even or {},
-        is_view=True,
-        keeps_terms=keeps_terms,
-    )
 
 
 _VIEWS_ONLY = frozenset(["view", "unflatten"])
@@ -98,7 +73,10 @@ def reshape_spec(call: Call, input: Operand, shape: tuple[int, ...]) -> Spec:
             return _thin_reshape(layout.shape, shape, new_shape, copies is not None)
         return OneArgument(torch.Tensor.view, new_shape, copies)
 
-    return moved(input, out, shape, localize=localize, even=even)
+    ins = tuple(d if d in out else None for d in range(input.ndim))
+    return Spec(
+        [ins], [tuple(out)], [shape], even=even, linear=[(0,)], moves_only=True, localize=localize, is_view=True
+    )
 
 
 def _thin_reshape(
@@ -240,16 +218,17 @@ def view_as_complex(call: Call, input: Operand) -> Spec | None:
 
         return run
 
-    spec = moved(input, range(input.ndim - 1), input.shape[:-1], localize=localize, moves_only=False)
-    if any(p.is_partial("avg") for p in input.placements):
-        spec.linear = []  # PyTorch cannot divide complex numbers of half precision, so means are taken before
-    return spec
+    # PyTorch cannot divide complex numbers of half precision, so means are taken before.
+    linear = [] if any(p.is_partial("avg") for p in input.placements) else [(0,)]
+    dims = tuple(range(input.ndim - 1))
+    return Spec([(*dims, None)], [dims], [input.shape[:-1]], linear=linear, localize=localize, is_view=True)
 
 
 @rule("view_as_real")
 def view_as_real(call: Call, input: Operand) -> Spec:
     # Twice as many elements of half the size, so terms of sums may pass; those of products would mix the parts.
-    return moved(input, [*range(input.ndim), None], [*input.shape, 2], keeps_terms=True, moves_only=False)
+    dims = tuple(range(input.ndim))
+    return Spec([dims], [(*dims, None)], [(*input.shape, 2)], linear=[(0,)], keeps_terms=True, is_view=True)
 
 
 @rule("select_scatter", "slice_scatter")
