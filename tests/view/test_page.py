@@ -187,6 +187,17 @@ def test_keys(browser, sharded, tmp_path):
         assert not page.locator("dialog").is_visible()
 
 
+def test_a_phone_goes_to_what_was_picked_and_back(browser, sharded, tmp_path):
+    size = {"width": 390, "height": 600}
+    with opened(browser, saved(page_of(Checkpoint(sharded)), tmp_path), viewport=size, has_touch=True) as page:
+        row = page.locator(".row", has_text="square")
+        assert row.bounding_box()["height"] >= 36, "a finger hits it"
+        row.tap()
+        assert -1 < page.locator(".details h2").bounding_box()["y"] < 100
+        page.get_by_role("button", name="names").tap()
+        assert -1 < page.get_by_role("searchbox").bounding_box()["y"] < 100
+
+
 def test_cuts_are_drawn_along_their_own_axis(browser, tmp_path):
     """Rows that are sharded are below one another; the axes and the mesh dims that cut them have their names."""
     mesh = SketchedMesh((3, 2), ("dp", "tp"))

@@ -29,15 +29,17 @@ function clockText(seconds, span) {
   return date.toLocaleTimeString([], span > 600 ? { hour: "2-digit", minute: "2-digit" } : {});
 }
 
-// series: {name, colour, points: [[x, y, text]], shape: "line", "steps", "points" or "bars", dash}; a y of null is a gap.
+// series: {name, colour, points: [[x, y, () => text]], shape: "line", "steps", "points" or "bars", dash}; a y of null is a gap.
 // options: {x, y, height, clock, bytes, zero, marks: [{x, colour, dash, text}], onpick (text)}
 export function addChart(parent, title, series, options) {
   const place = el("div", { class: "chart", "data-title": title });
   const hidden = new Set();
   const every = series.flatMap(({ points }) => points);
   let shown = null; // the part along x; null: all
+  let drawn = 0; // the width
   const draw = () => {
-    if (place.clientWidth) place.replaceChildren(...picture(place.clientWidth, options.height ?? 260));
+    drawn = place.clientWidth;
+    if (drawn) place.replaceChildren(...picture(drawn, options.height ?? 260));
   };
 
   function bounds() {
@@ -75,7 +77,7 @@ export function addChart(parent, title, series, options) {
     inside.append(drag, dot);
     found.append(inside);
     const tip = el("div", { class: "tip", hidden: true });
-    const seen = series.flatMap(({ points, name }, number) => (hidden.has(number) ? [] : points.filter(([, y]) => y !== null).map(([x, y, text]) => ({ x: xOf(x), y: yOf(y), text: text ?? `${name}: ${numberText(y)}` }))));
+    const seen = series.flatMap(({ points }, number) => (hidden.has(number) ? [] : points.filter(([, y]) => y !== null).map(([x, y, text]) => ({ x: xOf(x), y: yOf(y), text }))));
     const nearest = (x, y) => seen.reduce((best, each) => {
       const far = Math.hypot(each.x - x, (each.y - y) / 3);
       return far < best.far ? { far, each } : best;
@@ -96,7 +98,7 @@ export function addChart(parent, title, series, options) {
       if (!near) return;
       dot.setAttribute("cx", near.x);
       dot.setAttribute("cy", near.y);
-      tip.textContent = near.text;
+      tip.textContent = near.text();
       tip.style.left = `${Math.max(0, Math.min(near.x + 10, width - tip.offsetWidth - 4))}px`;
       tip.style.top = `${Math.max(0, near.y - tip.offsetHeight - 8)}px`;
     });
@@ -116,7 +118,7 @@ export function addChart(parent, title, series, options) {
         draw();
       } else {
         const near = nearest(x, y);
-        if (near) options.onpick?.(near.text);
+        if (near) options.onpick?.(near.text());
       }
     });
     found.addEventListener("dblclick", () => {
@@ -138,7 +140,7 @@ export function addChart(parent, title, series, options) {
   }
 
   parent.append(el("div", {}, el("h3", {}, title), place));
-  new ResizeObserver(draw).observe(place);
+  new ResizeObserver(() => place.clientWidth !== drawn && draw()).observe(place);
   draw();
   return place;
 }

@@ -5,8 +5,6 @@ import { overview } from "./overview.js";
 import { TreeView } from "./tree.js";
 import { askButton, asked, heading, onMesh, savedBy, savedParts, showStatistics, showValue } from "./values.js";
 
-const narrow = matchMedia("(max-width: 760px)"); // details are below the tree
-
 export function checkpointPage(page, data) {
   const rows = data.names.map((name, i) => {
     const kind = data.kinds[data.kind[i]];
@@ -18,10 +16,7 @@ export function checkpointPage(page, data) {
     details.scrollTop = 0;
   };
   const tree = new TreeView(rows,
-    (row, index) => {
-      show(...valueDetails(data, row.name, index));
-      if (narrow.matches) details.scrollIntoView({ behavior: "smooth" });
-    }, (node) => show(overview(tree, node)));
+    (row, index) => show(...valueDetails(data, row.name, index)), (node) => show(overview(tree, node)));
   show(overview(tree, tree.root));
   const about = data.about;
   page.append(

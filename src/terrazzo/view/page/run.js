@@ -59,7 +59,7 @@ function loss(place, runs, by_step, tell) {
   const several = runs.length > 1;
   const series = having.flatMap((run) => run.losses.map((segment, start) => ({
     name: several ? run.title : `start ${start + 1}`, colour: seriesColour(several ? runs.indexOf(run) : start),
-    points: segment.map(([at, value]) => [at, value, named(runs, run, `start ${start + 1}: loss ${numberText(value)} at ${unit} ${numberText(at)}`)]),
+    points: segment.map(([at, value]) => [at, value, () => named(runs, run, `start ${start + 1}: loss ${numberText(value)} at ${unit} ${numberText(at)}`)]),
   })));
   const saves = by_step && !several ? having[0].steps.map((step) => ({ x: step.step, colour: "#4c78a8", dash: "1 4", text: step.name })) : [];
   const again = having.flatMap((run) => run.losses.slice(1).map((segment) => ({ x: segment[0][0], colour: several ? seriesColour(runs.indexOf(run)) : FAULT, dash: "5 4", text: named(runs, run, "went on") })));
@@ -72,7 +72,7 @@ function loss(place, runs, by_step, tell) {
 function metric(place, runs, name, tell) {
   const series = runs.map((run, number) => ({
     name: run.title, colour: seriesColour(number),
-    points: run.steps.filter((step) => typeof step.metrics[name] === "number").map((step) => [step.step, step.metrics[name], named(runs, run, `${step.name}: ${name} ${numberText(step.metrics[name])}`)]),
+    points: run.steps.filter((step) => typeof step.metrics[name] === "number").map((step) => [step.step, step.metrics[name], () => named(runs, run, `${step.name}: ${name} ${numberText(step.metrics[name])}`)]),
   })).filter(({ points }) => points.length);
   if (series.length) addChart(place, `${name} of checkpoints`, series, { x: "step", y: name, height: 220, onpick: tell });
 }
@@ -80,7 +80,7 @@ function metric(place, runs, name, tell) {
 function when(place, runs, tell) {
   const series = runs.map((run, number) => ({
     name: runs.length > 1 ? run.title : "saved", shape: "points", colour: seriesColour(number),
-    points: run.steps.filter((step) => step.saved !== null).map((step) => [step.saved, step.step, named(runs, run, `${step.name}, ${bytesText(step.bytes)}, ${clock(step.saved)}`)]),
+    points: run.steps.filter((step) => step.saved !== null).map((step) => [step.saved, step.step, () => named(runs, run, `${step.name}, ${bytesText(step.bytes)}, ${clock(step.saved)}`)]),
   })).filter(({ points }) => points.length);
   if (!series.length) return;
   const marks = runs.flatMap((run, number) => run.history.map((each) => ({

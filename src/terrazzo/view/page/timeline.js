@@ -8,7 +8,7 @@ const BAR = 18, HEAD = 22, TOP = 24;
 const STACKED = 5; // bars of a lane that overlap stand below one another, in at most so many lines
 const CLOSEST = 1e-6; // of all time: a view is no smaller
 
-// groups: {title, lanes: [{title, colour, spans: [{begin, end, label, about, backward}]}]}
+// groups: {title, lanes: [{title, colour, spans: [{begin, end, label, about, backward}]}]}, where about() is a text
 export function drawTimeline(groups, unit, onpick) {
   const place = el("div", { class: "timeline", tabindex: "0", role: "group", "aria-label": "timeline" });
   const packed = groups.map((group) => ({ title: group.title, lanes: group.lanes.map(stackedLane) }));
@@ -18,11 +18,12 @@ export function drawTimeline(groups, unit, onpick) {
     end = Math.max(end, span.end);
   }
   if (first >= end) [first, end] = [0, 1];
-  let view = [first, end], picked = null;
+  let view = [first, end], picked = null, drawn = 0;
   const gutter = () => (place.clientWidth < 600 ? 76 : 104);
 
   function draw() {
     const width = place.clientWidth;
+    drawn = width;
     if (!width) return;
     const left = gutter();
     const xOf = (at) => left + ((at - view[0]) / (view[1] - view[0])) * (width - left);
@@ -39,10 +40,10 @@ export function drawTimeline(groups, unit, onpick) {
         for (const span of lane.spans) {
           if (span.end < view[0] || span.begin > view[1]) continue;
           const x = Math.max(xOf(span.begin), left), right = Math.min(xOf(span.end), width);
-          if (right - (free[span.line] ?? -1) < 0.5 && span !== picked) continue; // behind the bar before it
+          if (right - (free[span.line] ?? -2) < 2 && span !== picked) continue; // behind the bar before it
           free[span.line] = right;
           const long = Math.max(right - x - 0.5, 0.75);
-          const bar = svg("g", { class: `span${span.backward ? " backward" : ""}${span === picked ? " picked" : ""}`, onclick: () => pick(span) }, svg("title", {}, span.about), svg("rect", { x, y: y + span.line * BAR, width: long, height: BAR - 2, rx: long > 6 ? 2 : 0, fill: lane.colour }));
+          const bar = svg("g", { class: `span${span.backward ? " backward" : ""}${span === picked ? " picked" : ""}`, onclick: () => pick(span) }, svg("title", {}, span.about()), svg("rect", { x, y: y + span.line * BAR, width: long, height: BAR - 2, rx: long > 6 ? 2 : 0, fill: lane.colour }));
           const letters = Math.floor((long - 6) / 6.4);
           if (letters >= 3) bar.append(svg("text", { x: x + 3, y: y + span.line * BAR + 12 }, span.label.length > letters ? `${span.label.slice(0, letters - 1)}…` : span.label));
           bars.append(bar);
@@ -63,7 +64,7 @@ export function drawTimeline(groups, unit, onpick) {
 
   function pick(span) {
     picked = span;
-    onpick(span.about);
+    onpick(span.about());
     const long = view[1] - view[0];
     if (span.end < view[0] || span.begin > view[1]) show((span.begin + span.end - long) / 2, long);
     else draw();
@@ -113,7 +114,7 @@ export function drawTimeline(groups, unit, onpick) {
     if (others.length) zoom(Math.max(Math.abs(before - others[0]), 1) / Math.max(Math.abs(event.clientX - others[0]), 1));
     else move((before - event.clientX) / (place.clientWidth - gutter()));
   });
-  new ResizeObserver(draw).observe(place);
+  new ResizeObserver(() => place.clientWidth !== drawn && draw()).observe(place);
   const button = (text, label, act) => el("button", { type: "button", "aria-label": label, title: label, onclick: act }, text);
   return el("div", {}, el("div", { class: "tools" }, button("+", "closer", () => zoom(0.6)), button("−", "further away", () => zoom(1 / 0.6)), button("all", "the whole step", all),
     el("span", { class: "note" }, "drag to move, Ctrl and wheel or two fingers to zoom; keys: w a s d")), place);

@@ -84,7 +84,7 @@ function groupsOf(data, ranks, unit) {
     lanes: data.lanes.map((lane) => ({
       title: lane, colour: COLOURS[lane],
       spans: each.spans.filter((span) => span[0] === lane).map((span) => ({
-        begin: span[3], end: span[4], backward: span[6], label: lane === "compute" ? span[2] : `${span[1]} ${span[2]}`, about: `${titleOf(data, each)}: ${aboutSpan(span, unit)}`,
+        begin: span[3], end: span[4], backward: span[6], label: lane === "compute" ? span[2] : `${span[1]} ${span[2]}`, about: () => `${titleOf(data, each)}: ${aboutSpan(span, unit)}`,
       })),
     })),
   }));
@@ -155,12 +155,12 @@ function memory(place, data, ranks, unit) {
   const last = Math.max(...ranks.map((each) => each.memory[each.memory.length - 1][0]));
   const series = ranks.map((each, number) => ({
     name: titleOf(data, each), shape: "steps", colour: seriesColour(number), dash: each.step ? "5 3" : null,
-    points: each.memory.map(([at, bytes]) => [at, bytes, `${titleOf(data, each)}: ${bytesText(bytes)} at ${numberText(at)} ${unit}`]),
+    points: each.memory.map(([at, bytes]) => [at, bytes, () => `${titleOf(data, each)}: ${bytesText(bytes)} at ${numberText(at)} ${unit}`]),
   }));
   data.steps.forEach((_, step) => {
     const bound = Math.max(...data.ranks.filter((each) => each.step === step).map((each) => each.bound));
     const name = data.steps.length > 1 ? `bound by report, ${letter(step)}` : "bound by report";
-    series.push({ name, colour: "#e45756", dash: step ? "2 3" : "6 4", points: [[0, bound, `${name}: ${bytesText(bound)}`], [last, bound, `${name}: ${bytesText(bound)}`]] });
+    series.push({ name, colour: "#e45756", dash: step ? "2 3" : "6 4", points: [0, last].map((at) => [at, bound, () => `${name}: ${bytesText(bound)}`]) });
   });
   addChart(place, "memory of parameters, gradients and buffers", series, { x: unit, bytes: true, zero: true });
 }

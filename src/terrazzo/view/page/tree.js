@@ -6,6 +6,7 @@ import { VirtualList } from "./list.js";
 import { matcher, searched } from "./search.js";
 
 const DEEPEST = 32; // of hostile names; what is left of a longer one stays together
+const NARROW = matchMedia("(max-width: 760px)"); // what a name has is below the tree, as on a phone
 const OPENED = 60; // rows: a tree with fewer is shown open
 
 // rows: what each name stands for, {name, dtype, shape, bytes, note}, in the order in which they are shown.
@@ -175,9 +176,18 @@ export class TreeView {
 
   pick(item) {
     this.picked = this.keyOf(item);
-    if (typeof this.picked === "number") this.onpick(this.rows[this.picked], this.picked);
-    else this.onmodule(item);
+    if (typeof this.picked === "number") {
+      this.onpick(this.rows[this.picked], this.picked);
+      this.goToDetails();
+    } else this.onmodule(item);
     this.refresh(true);
     this.list.reveal(this.at());
+  }
+
+  goToDetails() {
+    const details = this.element.nextElementSibling;
+    if (!NARROW.matches || !details) return;
+    details.prepend(el("button", { type: "button", onclick: () => this.element.scrollIntoView() }, "↑ names"));
+    details.scrollIntoView();
   }
 }

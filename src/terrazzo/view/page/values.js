@@ -40,7 +40,7 @@ export function showStatistics(place, found) {
     return;
   }
   const middles = found.counts.map((_, i) => found.edges[i] / 2 + found.edges[i + 1] / 2);
-  const points = found.counts.map((count, i) => [middles[i], count, `${numberText(found.edges[i])} to ${numberText(found.edges[i + 1])}: ${countText(count, "value")}`]);
+  const points = found.counts.map((count, i) => [middles[i], count, () => `${numberText(found.edges[i])} to ${numberText(found.edges[i + 1])}: ${countText(count, "value")}`]);
   addChart(place, "histogram", [{ name: "elements", shape: "bars", colour: "#4c78a8", points }], { x: "value", y: "elements", height: 220 });
 }
 
