@@ -100,6 +100,9 @@ def test_the_page_of_a_run(run, tmp_path):
         box = chart.locator(".series path").first.bounding_box()
         page.mouse.click(box["x"], box["y"])
         assert texts(page, ".said")[0].startswith("start 1: loss 2.9") and "at step 1" in texts(page, ".said")[0]
+        page.get_by_label("smooth").fill("0.5")
+        assert chart.locator(".series path").count() == 4, "the lines, and smooth ones on them"
+        page.get_by_label("smooth").fill("0")
         page.get_by_role("button", name="start 2").click()
         assert chart.locator(".series path").count() == 1, "a click in the legend hides it"
 

@@ -30,13 +30,14 @@ function clockText(seconds, span) {
 }
 
 // series: {name, colour, points: [[x, y, () => text]], shape: "line", "steps", "points" or "bars", dash}; a y of null is a gap.
-// options: {x, y, height, clock, bytes, zero, marks: [{x, colour, dash, text}], onpick (text)}
+// options: {x, y, height, clock, bytes, zero, smooth, marks: [{x, colour, dash, text}], onpick (text)}
 export function addChart(parent, title, series, options) {
   const place = el("div", { class: "chart", "data-title": title });
   const hidden = new Set();
   const every = series.flatMap(({ points }) => points);
   let shown = null; // the part along x; null: all
   let drawn = 0; // the width
+  let smooth = 0; // the share that a point has of those before it
   const draw = () => {
     drawn = place.clientWidth;
     if (drawn) place.replaceChildren(...picture(drawn, options.height ?? 260));
@@ -70,7 +71,12 @@ export function addChart(parent, title, series, options) {
       inside.append(svg("line", { class: "mark", x1: xOf(mark.x), x2: xOf(mark.x), y1: MARGIN_TOP, y2: bottom, stroke: mark.colour, "stroke-dasharray": mark.dash }, svg("title", {}, mark.text ?? "")));
     }
     series.forEach((each, number) => {
-      if (!hidden.has(number)) inside.append(drawnSeries(each, xOf, yOf, bottom, right - MARGIN_LEFT));
+      if (hidden.has(number)) return;
+      const group = drawnSeries(each, xOf, yOf, bottom, right - MARGIN_LEFT);
+      inside.append(group);
+      if (!smooth) return;
+      group.setAttribute("opacity", 0.3);
+      inside.append(drawnSeries({ ...each, points: smoothed(each.points, smooth) }, xOf, yOf, bottom, right - MARGIN_LEFT));
     });
     const dot = svg("circle", { r: 4, fill: "none", stroke: "currentColor", "stroke-width": 2, visibility: "hidden" });
     const drag = svg("rect", { y: MARGIN_TOP, height: bottom - MARGIN_TOP, fill: "var(--picked)", visibility: "hidden" });
@@ -139,10 +145,25 @@ export function addChart(parent, title, series, options) {
     }));
   }
 
-  parent.append(el("div", {}, el("h3", {}, title), place));
+  const slider = options.smooth ? el("label", { class: "note" }, "smooth ", el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, oninput: (event) => {
+    smooth = Number(event.target.value);
+    draw();
+  } })) : null;
+  parent.append(el("div", {}, el("div", { class: "titled" }, el("h3", {}, title), slider), place));
   new ResizeObserver(() => place.clientWidth !== drawn && draw()).observe(place);
   draw();
   return place;
+}
+
+// Each point the mean of those up to it, which count less the further before it they are.
+function smoothed(points, share) {
+  let sum = 0, weight = 0;
+  return points.map(([x, y]) => {
+    if (y === null) return [x, y];
+    sum = share * sum + (1 - share) * y;
+    weight = share * weight + 1 - share;
+    return [x, sum / weight];
+  });
 }
 
 // The least and the greatest, with some room beside them.

@@ -65,7 +65,7 @@ function loss(place, runs, by_step, tell) {
   const again = having.flatMap((run) => run.losses.slice(1).map((segment) => ({ x: segment[0][0], colour: several ? seriesColour(runs.indexOf(run)) : FAULT, dash: "5 4", text: named(runs, run, "went on") })));
   const starts = having.reduce((sum, run) => sum + run.losses.length, 0);
   addChart(place, several ? `loss of ${countText(having.length, "run")}` : starts > 1 ? `loss across ${starts} starts` : "loss", series,
-    { x: unit, y: "loss", height: 320, marks: [...saves, ...again], onpick: tell });
+    { x: unit, y: "loss", height: 320, smooth: true, marks: [...saves, ...again], onpick: tell });
   place.append(el("p", { class: "note" }, [saves.length ? "dotted: checkpoints" : "", again.length ? "dashed: where a start went on" : ""].filter(Boolean).join("; ")));
 }
 
