@@ -453,9 +453,9 @@ MUTATIONS = (
         "pass",
     ),
     Mutation(
-        f"{_PUBLISH}.channel:packed",
+        f"{_PUBLISH}.channel:pack",
         saving.check_publishing_through_a_channel,
-        "as_bytes(view).copy_(as_bytes(tensor[each.box.relative_to(box).slices()]))",
+        "as_bytes(view).copy_(as_bytes(source))",
         "view.zero_()",
     ),
     Mutation(
