@@ -25,7 +25,7 @@ from terrazzo.publish import Transfer, join
 from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor
 from terrazzo.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-pytestmark = pytest.mark.on_late
+pytestmark = pytest.mark.on_late(elsewhere=True)
 
 TRAIN, SERVE = (0, 1), (2, 3)
 LIMIT = timedelta(seconds=30)
@@ -47,7 +47,7 @@ def values(step: int) -> dict[str, torch.Tensor]:
     with torch.device("cpu"):
         state = worlds.Net().state_dict()
     state["seen"].fill_(step)
-    return {name: value.to(device_type()) for name, value in state.items()}
+    return {name: value.to(torch.get_default_device()) for name, value in state.items()}
 
 
 def trained(mesh: DeviceMesh) -> nn.Module:

@@ -212,12 +212,15 @@ class Transfer(ShownAsCall):
         own = [] if sent is None else [sent.parts[number] for number in self._own]
         targets = [] if received is None else self._targets(received)
         boxes, tensors = [part.box for part in own], [part.data for part in own]
+        devices = (part.data.device for parts in found[0] if parts is not None for part in parts.parts)
+        kind = torch.device(self._axis.device_type)
+        device = next((device for device in devices if device.type == kind.type), kind)  # not the current one
         for number in range(self._plan.rounds):
             outgoing = [messages[number] if number < len(messages) else () for messages in self._plan.sends]
             incoming = [messages[number] if number < len(messages) else None for messages in self._plan.receives]
             sizes = [_padded(nbytes_of(asked)) for asked in outgoing]
             lengths = [0 if message is None else _padded(message.nbytes) for message in incoming]
-            data = torch.empty(sum(sizes), dtype=torch.uint8, device=self._axis.device_type)
+            data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
             for asked, piece in zip(outgoing, data.split(sizes), strict=True):
                 pack(piece, asked, boxes, tensors)
             try:
