@@ -170,15 +170,12 @@ def _steps_of(paths: list[str], ranks: list[int]) -> list[str]:
     """
     if len(set(ranks)) == len(ranks):
         return [""] * len(ranks)
-    folders = [str(Path(path).parent) for path in paths]
-    seen = Counter[tuple[str, int]]()
-    found: dict[tuple[str, int], str] = {}
-    steps = []
-    for path, folder, rank in zip(paths, folders, ranks, strict=True):
+    places = [(str(Path(path).parent), rank) for path, rank in zip(paths, ranks, strict=True)]
+    repeated = {folder for (folder, _), times in Counter(places).items() if times > 1}
+    seen, names, steps = Counter[tuple[str, int]](), dict[tuple[str, int], str](), []
+    for path, (folder, rank) in zip(paths, places, strict=True):
         seen[folder, rank] += 1
-        step = folder, seen[folder, rank]
-        alone = folders.count(folder) == len({r for f, r in zip(folders, ranks, strict=True) if f == folder})
-        steps.append(found.setdefault(step, folder if alone else path))
+        steps.append(names.setdefault((folder, seen[folder, rank]), path if folder in repeated else folder))
     return steps
 
 
