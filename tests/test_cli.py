@@ -64,8 +64,26 @@ def test_ls_of_names_that_are_not_there(path: str, options: list[str]) -> None:
 def test_names_that_are_nearly_right(path: str) -> None:
     found = run("show", path, "modle.layers.2.w")
     assert found.exit_code == 2 and "did you mean model.layers.2.w?" in " ".join(found.output.split())
-    found = run("verfy", path)
-    assert found.exit_code == 2 and "no command 'verfy'; did you mean verify?" in " ".join(found.output.split())
+    folder, name = Path(path).parent, Path(path).name
+    (folder / "run.toml").write_text('script = "trian.py"')
+    (folder / "train.py").touch()
+    said = f"; did you mean {name}?"
+    for command, expected in (
+        (["verfy", path], "no command 'verfy'; did you mean verify?"),
+        (["ls", path[:-1]], said),
+        (["verify", path + "x"], said),
+        (["diff", path, path + "x"], said),
+        (["view", path + "x", "--out", "page.html"], said),
+        (["convert", path, str(folder / "new"), "--to", "dpc"], "; did you mean dcp?"),
+        (["top", path + "x"], said),
+        (["train", str(folder / "rnu.toml")], "; did you mean run.toml?"),
+        (["train", str(folder / "run.toml")], "; did you mean train.py?"),
+        (["run", str(folder / "trian.py")], "; did you mean train.py?"),
+        (["ops", "embeding"], "; did you mean embedding?"),
+        (["ops", "embeding", "--json"], "; did you mean embedding?"),
+    ):
+        found = run(*command)
+        assert found.exit_code == 2 and expected in " ".join(found.output.split()), (command, found.output)
 
 
 def test_ls_of_a_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from inspect import signature
@@ -18,6 +19,14 @@ def meant(name: str, known: Collection[str], otherwise: str = "") -> str:
     """
     close = get_close_matches(name, known, 1) if len(known) <= _MANY else []
     return f"; did you mean {close[0]}?" if close else otherwise
+
+
+def meant_beside(path: str | os.PathLike[str]) -> str:
+    """The end of a message about a path of this machine that does not exist: which name in its folder it may be."""
+    try:
+        return meant(os.path.basename(path), os.listdir(os.path.dirname(path) or "."))
+    except OSError:
+        return ""
 
 
 def taken(function: Callable[..., Any]) -> str:

@@ -8,6 +8,7 @@ import msgspec
 import typer
 from rich.table import Table
 
+from terrazzo._meant import meant
 from terrazzo.cli.screen import OUT, Json, print_json
 
 
@@ -21,11 +22,12 @@ def ops(
 
     found = rows(name)
     exact = [row for row in found if row.name == name]
+    if not found:
+        close = meant(name, [row.name for row in rows("")])
+        raise typer.BadParameter(f"there is no operation whose name contains {name!r}{close}")
     if json:
         print_json([msgspec.to_builtins(row) for row in exact or found])
         return
-    if not found:
-        raise typer.BadParameter(f"there is no operation whose name contains {name!r}")
     table = Table("operation", "how", "otherwise", "result", "where", box=None, header_style="bold")
     for row in exact or found:
         where = " ".join(filter(None, [row.where, row.otherwise_where]))

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from terrazzo._meant import meant_beside
+
 
 def run(
     script: Annotated[str, typer.Argument(help="A Python file; with -m, a module.", show_default=False)],
@@ -22,7 +24,7 @@ def run(
     from terrazzo.integrations.installing import install
 
     if not module and not Path(script).is_file():
-        raise typer.BadParameter(f"there is no file {script}")
+        raise typer.BadParameter(f"there is no file {script}{meant_beside(script)}")
     install()
     sys.argv = [script, *(arguments or [])]
     if module:

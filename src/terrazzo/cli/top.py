@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from terrazzo._meant import meant_beside
 from terrazzo.checkpoint.manager.records import Catalog, latest_of
 from terrazzo.checkpoint.native.names import name_of_step
 from terrazzo.checkpoint.stores import Place, is_url
@@ -66,7 +67,8 @@ def _folder(run: str) -> str:
     if is_url(folder):
         raise LaunchError(f"{folder} is a URL, and where a run is now is written to folders only")
     if not is_file and not Path(folder).is_dir():
-        raise LaunchError(f"{folder} does not exist: name the file of a run, or the folder of its checkpoints")
+        close = meant_beside(folder)
+        raise LaunchError(f"{folder} does not exist: name the file of a run, or the folder of its checkpoints{close}")
     return folder
 
 

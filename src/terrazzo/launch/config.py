@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from terrazzo._meant import meant_beside
 from terrazzo.checkpoint import CheckpointManager
 from terrazzo.checkpoint.manager import (
     Best,
@@ -238,7 +239,7 @@ def _parsed(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
         return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
-        raise RunConfigError(f"{path} cannot be read: {error.strerror}") from error
+        raise RunConfigError(f"{path} cannot be read: {error.strerror}{meant_beside(path)}") from error
     except (ValueError, RecursionError) as error:
         raise RunConfigError(f"{path} is not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
 
@@ -248,7 +249,7 @@ def _checked(run: Run) -> Run:
     if (config.script is None) == (config.entry is None):
         raise RunConfigError(f"{path}: set exactly one of script and entry, which is what every rank runs")
     if run.script is not None and not run.script.is_file():
-        raise RunConfigError(f"{path}: the script {run.script} does not exist")
+        raise RunConfigError(f"{path}: the script {run.script} does not exist{meant_beside(run.script)}")
     if config.entry is not None and not all(config.entry.partition(":")[::2]):
         raise RunConfigError(f"{path}: entry must have the form module:function, got {config.entry!r}")
     endpoint = config.ranks.endpoint

@@ -197,7 +197,7 @@ class Partial(Placement):
         found = cls._pool.get(reduce_op)
         if found is None:
             if reduce_op not in REDUCE_OPS:
-                raise LayoutError(f"Partial knows the reductions {', '.join(REDUCE_OPS)}, not {reduce_op!r}")
+                raise LayoutError(f"Partial's reduction must be one of {', '.join(REDUCE_OPS)}, not {reduce_op!r}")
             found = object.__new__(cls)
             object.__setattr__(found, "reduce_op", reduce_op)
             found = cls._pool.setdefault(reduce_op, found)

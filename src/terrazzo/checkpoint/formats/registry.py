@@ -13,6 +13,7 @@ from contextlib import suppress
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Final
 
+from terrazzo._meant import meant, meant_beside
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.listing import Listing
 from terrazzo.checkpoint.native.format import MANIFEST
@@ -83,7 +84,9 @@ def named(name: str) -> Format:
     _brought()
     found = _formats.get(name)
     if found is None:
-        raise CheckpointFormatError(f"there is no format {name!r} of checkpoints; there are {', '.join(names())}")
+        raise CheckpointFormatError(
+            f"there is no format {name!r} of checkpoints; there are {', '.join(names())}{meant(name, names())}"
+        )
     if isinstance(found, str):
         module, _, kind = found.partition(":")
         made: Format = getattr(importlib.import_module(f"terrazzo.checkpoint.formats.{module}"), kind)()
@@ -174,7 +177,8 @@ def _nested(place: Place) -> str:
 def _check_there(place: Place) -> None:
     if not place.is_file() and not place.is_dir():
         what = "neither a file nor a folder" if place.exists() else "nothing"
-        raise CheckpointNotFoundError(f"there is {what} at {place}")
+        close = "" if place.local is None else meant_beside(place.local)
+        raise CheckpointNotFoundError(f"there is {what} at {place}{close}")
 
 
 # ------------------------------------------------------------------ terrazzo's own format
