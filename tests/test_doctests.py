@@ -6,6 +6,7 @@ import doctest
 import importlib
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,26 @@ def test_examples_in_docstrings(file, tmp_path):
 @pytest.mark.parametrize("file", pages_with_code())
 def test_code_on_pages(file, tmp_path):
     run_ranks(1, run_page, file, str(tmp_path), warm_python(), timeout=900)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "page", ["train", "mixed-precision", "gradient-accumulation", "tensor-parallelism", "save", "hugging-face"]
+)
+def test_the_programs_of_tasks_run_as_they_are(page, tmp_path):
+    """As docs/how-to/index.md says: by python, and by torchrun on several ranks, without a process group before."""
+    if page == "hugging-face":
+        pytest.importorskip("transformers")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "how-to" / f"{page}.md").read_text(), re.DOTALL)
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHON_EXEC"] = warm_python()
+    for ranks, start in enumerate(([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]), 1):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        (folder / "program.py").write_text("\n".join(blocks))
+        command = [warm_python(), *start, "program.py"]
+        ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+        assert ended.returncode == 0, ended.stderr
 
 
 def test_every_block_on_every_page_is_run_or_says_why_not():

@@ -20,7 +20,7 @@ from terrazzo._torch.groups import (
     root_of,
     without_groups,
 )
-from terrazzo.comm.alone import initialise, is_launched
+from terrazzo.comm.alone import initialise
 from terrazzo.comm.axis import Axis, axis_of, axis_over
 from terrazzo.comm.mesh import ranks_of, when_groups_end
 from terrazzo.comm.simulated import real_values
@@ -307,12 +307,7 @@ def _forget_default() -> None:
 def _default_mesh() -> DeviceMesh:
     """The mesh of all ranks, on the accelerator if the process group has a backend for it. Groups share one object."""
     global _default
-    if not dist.is_initialized():
-        if is_launched():
-            raise FSDPError(
-                "fully_shard needs a mesh or a process group: call torch.distributed.init_process_group first"
-            )
-        initialise()
+    initialise()
     group = default_group()
     if _default is None or _default[0]() is not group:
         kind = next((device.type for device in device_types(group) if _is_accelerated(group, device)), "cpu")
