@@ -217,3 +217,12 @@ SCATTERING = [
 )
 def test_plans(expected, func, args, kwargs):
     assert planned(func, *args, **kwargs) == expected
+
+
+def test_functions_that_are_equal_have_one_name():
+    """Names are cached by function: torch.dsmm == torch.mm, and who comes first must not decide."""
+    names: dict[Any, set[tuple[str, bool]]] = {}
+    for functions in torch.overrides.get_overridable_functions().values():
+        for function in functions:
+            names.setdefault(function, set()).add(canonical_name.__wrapped__(function))
+    assert {function: found for function, found in names.items() if len(found) > 1} == {}

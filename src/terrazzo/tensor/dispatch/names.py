@@ -35,6 +35,7 @@ _ALIASES = {
     "get_imag": "imag", "special_expit": "sigmoid", "special_log_softmax": "log_softmax",
     "special_softmax": "softmax", "clip": "clamp", "clip_": "clamp_", "fix": "trunc", "fix_": "trunc_",
     "linalg_matmul": "matmul",
+    "dsmm": "mm", "spmm": "mm", "hsmm": "hspmm", "saddmm": "sspaddmm",  # in Python equal to the other
 }  # fmt: skip
 
 
