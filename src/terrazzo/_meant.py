@@ -1,4 +1,4 @@
-"""Words for messages: which known name an unknown one may be, and which ranks."""
+"""Words for messages: which known name an unknown one may be, which ranks, and which signal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from inspect import signature
+from signal import Signals
 from typing import Any, Final
 
 _MANY: Final = 20_000  # names; to compare more of them takes a second
@@ -78,3 +79,15 @@ def plain_text(text: str) -> str:
     '\\\\ud83d'
     """
     return text.encode(errors="backslashreplace").decode()
+
+
+def signal_name(number: int) -> str:
+    """The name of the signal by which a process was killed.
+
+    >>> signal_name(9), signal_name(40)  # most real-time signals have none
+    ('SIGKILL', 'signal 40')
+    """
+    try:
+        return Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -27,6 +27,7 @@ from typing import Final, Self
 
 import msgspec
 
+from terrazzo._meant import signal_name
 from terrazzo._torch.launching import Process
 from terrazzo.engine.marks import BEATS, FILE, IMPORTED, Beat, Imported, Mark, read_marks, start_of
 from terrazzo.launch.live import LiveFile
@@ -270,7 +271,7 @@ def how_ended(rank: int, status: int) -> str:
     >>> how_ended(3, -9), how_ended(0, 1)
     ('rank 3 was killed by SIGKILL', 'rank 0 ended with status 1')
     """
-    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
     return f"rank {rank} {how}"
 
 

@@ -33,6 +33,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from terrazzo._meant import signal_name
 from terrazzo.testing.process import PYTHONPATH_BEFORE, Reply, Request, Start, serve
 
 _START_LIMIT = 120.0  # seconds for the ranks of a world to find each other, on a busy machine
@@ -74,7 +75,7 @@ class Outcome:
         if self.error is not None:
             what = f"failed\n{self.error}"
         elif self.signal is not None:
-            what = f"was killed by {signal.Signals(self.signal).name}"
+            what = f"was killed by {signal_name(self.signal)}"
         elif self.exitcode is not None:
             what = f"exited with status {self.exitcode}"
         elif self.hung:
