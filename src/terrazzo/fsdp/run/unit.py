@@ -227,9 +227,8 @@ class Unit:
                 continue  # nearly always: this runs for every parameter in each forward and backward
             if param.follow_flag():
                 changed = True
-                for gradients in (
-                    self.gradients if flag else ()
-                ):  # it may have some, of earlier backwards or of this one
+                # One that is frozen now may have some, of earlier backwards or of this one.
+                for gradients in self.gradients if flag else ():
                     gradients.note_frozen(param, in_backward)
         return changed
 
