@@ -339,7 +339,7 @@ def check_memory(folder: str) -> dict[str, int]:
 
 @pytest.mark.long
 def test_memory_is_bounded(tmp_path):
-    """Of ten times as much state as the buffers take."""
+    """Of ten times as much state as the buffers take; 45 MB are usual, and the allocator adds up to 30."""
     (outcome,) = run_fresh(1, check_memory, str(tmp_path))
     assert outcome.ok, outcome
-    assert max(outcome.value.values()) < 64 << 20, outcome.value
+    assert max(outcome.value.values()) < 96 << 20, outcome.value
