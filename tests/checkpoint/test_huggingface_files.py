@@ -434,6 +434,17 @@ def test_what_is_wrong_with_files(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "y") == [], "what shows that a save is under way is removed"
 
 
+def test_a_single_file_is_read_through_one_store(tmp_path: Path) -> None:
+    """Not one for each tensor, each with requests of its own."""
+    save_file({f"w{number}": torch.full((3,), float(number)) for number in range(8)}, tmp_path / "one.safetensors")
+    reader = HuggingFaceReader(tmp_path / "one.safetensors")
+    names = list(reader.read_metadata().state_dict_metadata)
+    assert len({row.store for name in names for row in reader.rows_of(name)}) == 1
+    target = {name: torch.zeros(3) for name in names}
+    load(target, storage_reader=reader)
+    assert all(torch.equal(target[f"w{number}"], torch.full((3,), float(number))) for number in range(8))
+
+
 def check_torch_classes(folder: str) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh

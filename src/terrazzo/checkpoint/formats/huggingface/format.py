@@ -71,6 +71,7 @@ class HuggingFaceReader(TableReader):
         block: int = 128,
     ) -> None:
         super().__init__(path)
+        self._folder = self.place  # with the files; known once the checkpoint is described
         self._dequantise = dequantise
         self._block = block
         self._parts: dict[str, list[tuple[Box, StoredChunk]]] = {}
@@ -82,7 +83,9 @@ class HuggingFaceReader(TableReader):
         return frozenset(self._quantised)
 
     def _described(self) -> Metadata:
-        files, weight_map = self._find()
+        alone = self.place.is_file()
+        self._folder = self.place.parent if alone else self.place
+        files, weight_map = ([self.place.name], {}) if alone else self._find()
         return self._made_of(self._headers(files), weight_map)
 
     def rows_of(self, name: str) -> list[StoredBox]:
@@ -119,11 +122,9 @@ class HuggingFaceReader(TableReader):
 
     @property
     def _store(self) -> Store:
-        return self.place.parent.store if self.place.is_file() else self.place.store
+        return self._folder.store
 
     def _find(self) -> tuple[list[str], dict[str, str]]:
-        if self.place.is_file():
-            return [self.place.name], {}
         present = self.files_at(self._store)
         files, weight_map = files_of(self._store, present)
         if not files:
@@ -162,10 +163,9 @@ class HuggingFaceReader(TableReader):
             for name, found in self._quantised.items():
                 entries[name].properties = TensorProperties(self._dequantise)
                 del entries[found.scale]
-        folder = self.place.parent if self.place.is_file() else self.place
         places = {
             MetadataIndex(name, torch.Size(box.offsets)): FilePart(
-                str(folder / chunk.file.name), torch.Size(box.lengths), dtype_from_name(chunk.dtype)
+                str(self._folder / chunk.file.name), torch.Size(box.lengths), dtype_from_name(chunk.dtype)
             )
             for name, found in parts.items()
             for box, chunk in found
