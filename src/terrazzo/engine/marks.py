@@ -142,11 +142,11 @@ class _Pulse:
         beat = Beat(
             step, time.time(), self._rank, os.getpid(), loss, samples, tokens, _memory(), self._sent, self._start
         )
-        _put(f"{self._file}-{BEATS}{self._rank}", msgspec.json.encode(beat))
+        put(f"{self._file}-{BEATS}{self._rank}", msgspec.json.encode(beat))
         if len(sys.modules) != self._known and int(os.environ.get("LOCAL_RANK") or 0) == 0:
             self._known = len(sys.modules)
             said = Imported([name for name, module in sys.modules.items() if _is_installed(name, module)], sys.path)
-            _put(f"{self._file}-{IMPORTED}", msgspec.json.encode(said))
+            put(f"{self._file}-{IMPORTED}", msgspec.json.encode(said))
         self._counted, self._counting = 0, True
         add_observer(self._count)
 
@@ -220,11 +220,11 @@ def _is_installed(name: str, module: ModuleType) -> bool:
     return isinstance(origin, str) and origin.startswith(_INSTALLED) and getattr(spec, "name", None) == name
 
 
-def _put(path: str, data: bytes) -> None:
-    """Write a small file, which a reader sees whole."""
+def put(path: str, data: bytes) -> None:
+    """Write a small file, which a reader sees whole; or none, if it cannot be written, as when nobody listens."""
     try:
         with open(f"{path}.new", "wb") as file:
             file.write(data)
         os.rename(f"{path}.new", path)
-    except OSError:  # the listening process has ended
+    except OSError:
         pass

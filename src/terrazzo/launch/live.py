@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from terrazzo.checkpoint.stores import is_url
-from terrazzo.engine.marks import Beat
+from terrazzo.engine.marks import Beat, put
 
 _NAME: Final = "live-{}.json"
 _EVERY: Final = 2.0  # seconds between two writes
@@ -86,11 +86,9 @@ class LiveFile:
             return
         self._next = time.monotonic() + _EVERY
         ranks = [rates(self._beats[rank]) for rank in sorted(self._beats)]
-        path = self._folder / _NAME.format(node())
         with suppress(OSError):  # a run does not end because it cannot be shown
             self._folder.mkdir(parents=True, exist_ok=True)
-            path.with_suffix(".new").write_bytes(msgspec.json.encode(Host(node(), time.time(), ranks)))
-            path.with_suffix(".new").rename(path)
+        put(str(self._folder / _NAME.format(node())), msgspec.json.encode(Host(node(), time.time(), ranks)))
 
 
 def read_live(folder: str | os.PathLike[str]) -> list[Host]:
