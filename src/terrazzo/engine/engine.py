@@ -155,12 +155,9 @@ class Engine(Shown):
         section = self.config.zero_optimization.offload_optimizer
         if section.device != "nvme":
             return None
-        made: list[PagedState] = []
-        plane = ControlPlane.for_group()
-        plane.run_together(
-            lambda: made.append(PagedState(self.optimizer, section, self.config.aio)), f"opening {section.nvme_path}"
+        return ControlPlane.for_group().run_together(
+            lambda: PagedState(self.optimizer, section, self.config.aio), f"opening {section.nvme_path}"
         )
-        return made[0]
 
     def _reports(self, module: nn.Module) -> tuple[FlopsReport | None, CommsReport | None]:
         """The reports that the config asks for."""

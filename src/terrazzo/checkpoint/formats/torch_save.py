@@ -191,7 +191,7 @@ def _add(archive: zipfile.ZipFile, name: str, pieces: Iterable[bytes | memoryvie
     record = zipfile.ZipInfo(name)  # with the same date always: equal contents give equal archives
     record.file_size = size
     large = size > zipfile.ZIP64_LIMIT
-    header = archive.fp.tell() + 30 + len(name.encode()) + 4 + (20 if large else 0)  # type: ignore[union-attr]
+    header = archive.fp.tell() + 30 + len(name.encode()) + 4 + (20 if large else 0)  # type: ignore[union-attr]  # open
     padding = -header % _ALIGNMENT
     record.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
     written = 0

@@ -371,19 +371,18 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 def digests_of_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     """`digest_of_tensor` of each; the host waits once for each device."""
-    on_devices: dict[torch.device, list[int]] = {}
-    digests: list[int | torch.Tensor] = []
+    digests: list[int] = []
+    on_devices: dict[torch.device, dict[int, torch.Tensor]] = {}  # by the place among the digests
     for i, tensor in enumerate(tensors):
         if tensor.device.type == "cpu":
             digests.append(_digest_on_host(tensor))
         else:
-            digests.append(_digest_on_device(tensor))
-            on_devices.setdefault(tensor.device, []).append(i)
-    for places in on_devices.values():
-        values = torch.stack([digests[i] for i in places]).tolist()  # type: ignore[misc]
-        for i, value in zip(places, values, strict=True):
+            digests.append(0)
+            on_devices.setdefault(tensor.device, {})[i] = _digest_on_device(tensor)
+    for computed in on_devices.values():
+        for i, value in zip(computed, torch.stack([*computed.values()]).tolist(), strict=True):
             digests[i] = value & 0xFFFFFFFFFFFFFFFF
-    return digests  # type: ignore[return-value]
+    return digests
 
 
 def digest_of_tensor(tensor: torch.Tensor) -> int:
