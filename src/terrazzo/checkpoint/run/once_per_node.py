@@ -67,18 +67,22 @@ def assigned(wanted: Sequence[np.ndarray[Any, Any]]) -> list[tuple[tuple[int, in
     >>> assigned(tables)
     [((0, 7), 0, (1,)), ((0, 8), 1, (0,))]
     """
-    holders: dict[tuple[int, int], list[int]] = defaultdict(list)
-    sizes: dict[tuple[int, int], int] = {}
-    for rank, table in enumerate(wanted):
-        for high, low, nbytes in table.tolist():
-            holders[high, low].append(rank)
-            sizes[high, low] = nbytes
+    rows = np.concatenate(wanted)
+    ranks = np.repeat(np.arange(len(wanted)), [len(table) for table in wanted])
+    order = np.lexsort((ranks, rows[:, 1], rows[:, 0]))
+    rows, ranks = rows[order], ranks[order]
+    firsts = np.nonzero(np.append(True, (rows[1:, :2] != rows[:-1, :2]).any(axis=1)))[0][: len(rows)]
+    ends = np.append(firsts[1:], len(rows))[: len(firsts)]
+    several = np.nonzero(ends - firsts > 1)[0]
     loads = [0] * len(wanted)
+    largest_first = several[np.argsort(-rows[firsts[several], 2].astype(np.int64), kind="stable")]
     found = []
-    for key in sorted((key for key, ranks in holders.items() if len(ranks) > 1), key=lambda key: (-sizes[key], key)):
-        reader = min(holders[key], key=lambda rank: (loads[rank], rank))
-        loads[reader] += sizes[key]
-        found.append((key, reader, tuple(rank for rank in holders[key] if rank != reader)))
+    for place in largest_first.tolist():
+        holders = ranks[firsts[place] : ends[place]].tolist()
+        high, low, nbytes = rows[firsts[place]].tolist()
+        reader = min(holders, key=lambda rank: (loads[rank], rank))
+        loads[reader] += nbytes
+        found.append(((high, low), reader, tuple(rank for rank in holders if rank != reader)))
     return found
 
 
