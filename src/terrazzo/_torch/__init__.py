@@ -14,7 +14,6 @@ some, one `TorchMovedError` lists them all. `python -m terrazzo._torch` prints t
     kernels                         element-wise kernels for CUDA and ROCm, from text
     graphs                          compilers of whole programs; imported with `terrazzo.graphs`
     launching                       how torchrun starts ranks; imported with `terrazzo.launch`
-    launching                       how torchrun starts ranks; imported with `terrazzo.launch`
     function_apply, transforms,
     optimizers, clipping, masked,
     exporting                       functions of torch that are replaced; each first checks cheaply for a tensor of ours
