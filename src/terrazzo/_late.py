@@ -6,7 +6,7 @@ package on its way imports nothing that it does not need itself.
 
 from __future__ import annotations
 
-import dis
+import ast
 import importlib
 import sys
 from collections.abc import Callable, Iterable
@@ -18,17 +18,16 @@ def late(package: str, modules: Iterable[str] = ()) -> tuple[Callable[[str], Any
     """`__getattr__` and `__dir__` of a package, which calls this: of the names that it imports from its own modules.
 
     The package imports them under `if TYPE_CHECKING`, so that these lines do not run, and tools that read them know all
-    names. Here they are found in the compiled module. The modules themselves (and `modules` beside them) are attributes
+    names. Here they are found in its source. The modules themselves (and `modules` beside them) are attributes
     too, as they are once they have been imported. `dir` of the package, which has to have `__all__`, shows these and
     what is public.
     """
+    file = Path(sys.modules[package].__file__ or "")
     places: dict[str, str] = {}
-    module = ""
-    for step in dis.get_instructions(sys._getframe(1).f_code):
-        if step.opname == "IMPORT_NAME":
-            module = step.argval
-        elif step.opname == "IMPORT_FROM" and module.startswith(f"{package}.") and "._" not in module:
-            places[step.argval] = module.removeprefix(f"{package}.")
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{package}."):
+            if "._" not in node.module:
+                places |= {each.name: node.module.removeprefix(f"{package}.") for each in node.names}
     inner = {module.partition(".")[0] for module in (*places.values(), *modules)}
 
     def get(name: str) -> Any:
