@@ -272,6 +272,21 @@ def check_errors_of_one_rank(folder: str) -> None:
     train(kept, 2)
     check_same(engine, kept)
 
+    # The optimizer of the other rank waits for this one's parts.
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
+    engine, kept = engine_of(folder + "/state", 3, True, **muon), engine_of(folder, 3, False, **muon)
+    train(engine, 1)
+    engine.save_checkpoint(folder + "/saved", "muon")
+    with (
+        failing("preadv", errno.EIO, after=1) if bad else nullcontext(),
+        pytest.raises(kind, match="reading for optimizer state"),
+    ):
+        train(engine, 1, 1)
+    engine.load_checkpoint(folder + "/saved", "muon")
+    train(engine, 1, 1)
+    train(kept, 2)
+    check_same(engine, kept)
+
 
 def test_an_error_of_one_rank_is_raised_on_all(tmp_path):
     run_ranks(2, check_errors_of_one_rank, str(tmp_path))

@@ -12,7 +12,7 @@ import ctypes
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,14 +98,24 @@ class PagedState:
         hooks = {name: getattr(optimizer, name) for name in _OWN_HOOKS}
         for hook in list(hooks[_OWN_HOOKS[0]].values()):
             hook(optimizer, (optimizer,), {})
+        pieces, updated = self._pieces(), 0
+
+        def update(piece: _Piece) -> None:
+            # Each begins with the same options: an optimizer may count steps in them.
+            after[piece.group] = {**before[piece.group], "params": piece.params}
+            optimizer.param_groups = [after[piece.group]]
+            optimizer.step()
+
         try:
             vars(optimizer).update({name: OrderedDict() for name in hooks})  # theirs is the step, not a piece of it
-            with closing(self._in_memory(self._pieces())) as pieces:
-                for piece in pieces:
-                    # Each begins with the same options: an optimizer may count steps in them.
-                    after[piece.group] = {**before[piece.group], "params": piece.params}
-                    optimizer.param_groups = [after[piece.group]]
-                    optimizer.step()
+            with closing(self._in_memory(pieces)) as ready:
+                for piece in ready:
+                    update(piece)
+                    updated += 1
+        except StateFileError:
+            with suppress(Exception):  # that of the file is raised
+                self._keep_others_going(pieces[updated:], update)
+            raise
         finally:
             optimizer.param_groups = groups
             vars(optimizer).update(hooks)
@@ -114,6 +124,22 @@ class PagedState:
         for hook in list(hooks[_OWN_HOOKS[1]].values()):
             hook(optimizer, (optimizer,), {})
         self.drop_pages()
+
+    def _keep_others_going(self, pieces: list[_Piece], update: Callable[[_Piece], None]) -> None:
+        """After an error of a file, update what is left without its state, which stays as it is.
+
+        The optimizers of other ranks may wait for this one, as Muon's and Lamb's do. The parameters get wrong values,
+        but the step is half done in any case.
+        """
+        state = self.optimizer.state
+        for piece in pieces:
+            kept = {p: state.pop(p) for p in piece.params if p in state}
+            try:
+                update(piece)
+            finally:
+                for p in piece.params:
+                    state.pop(p, None)
+                state.update(kept)
 
     def look_at(self, tensor: Tensor, *, for_writing: bool = False) -> None:
         """Called before a tensor, which may be of the state, is read or written: only its pages are in memory then."""
