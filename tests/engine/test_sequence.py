@@ -182,6 +182,7 @@ def check_arguments() -> None:
         BartForConditionalGeneration,
         BertConfig,
         BertForQuestionAnswering,
+        BertModel,
         GPT2Config,
         GPT2ForTokenClassification,
         LlamaConfig,
@@ -208,6 +209,14 @@ def check_arguments() -> None:
     for more in ({}, {"start_positions": torch.tensor([1, 9]), "end_positions": torch.tensor([2, 10])}):
         with pytest.raises(EngineError, match="a BertForQuestionAnswering has a result for a whole sequence of 16"):
             answers(input_ids=ids, **more)
+
+    class Mine(BertForQuestionAnswering):
+        """A user's own class."""
+
+    for kind, words in ((Mine, "a BertForQuestionAnswering has"), (BertModel, "a BertModel with a pooler has")):
+        engine = initialize(kind(BertConfig(**sizes, num_attention_heads=2)), config=config)
+        with pytest.raises(EngineError, match=f"{words} a result for a whole sequence"):
+            engine(input_ids=ids)
     widths = {"d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     both = BartForConditionalGeneration(BartConfig(**widths, **heads, vocab_size=29, pad_token_id=0))
@@ -226,7 +235,34 @@ def check_arguments() -> None:
         engine(x, places, torch.ones(3, LENGTH))
 
 
+def check_adapters() -> None:
+    """peft's model around one of Hugging Face's."""
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> nn.Module:
+        return peft.get_peft_model(
+            llama(), peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        )
+
+    alone = drawn(adapted)
+    expected = alone(**batches()[0]).loss
+    expected.backward()
+    engine = initialize(drawn(adapted), config=settings(sequence_parallel_size=2, gradient_clipping=0.0))
+    outputs = engine(**batches()[0])
+    engine.backward(outputs.loss)
+    assert outputs.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    wanted = dict(alone.named_parameters())
+    trained = [(name, p) for name, p in engine.module.named_parameters() if p.requires_grad]
+    assert len(trained) > 3
+    for name, p in trained:
+        torch.testing.assert_close(p.grad.full_tensor(), wanted[name].grad, rtol=1e-4, atol=1e-5)
+    prompts = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(EngineConfigError, match="peft puts a prompt before the sequence"):
+        initialize(prompts, config=settings(sequence_parallel_size=2))
+
+
 def check_outside_and_labels() -> None:
+    check_adapters()
     check_loss_outside()
     check_other_labels()
     check_arguments()

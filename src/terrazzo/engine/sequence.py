@@ -22,22 +22,29 @@ from torch import Tensor, nn
 from terrazzo._torch.dispatching import tree_map
 from terrazzo.comm import Axis, collectives
 from terrazzo.engine.config import EngineConfig
-from terrazzo.errors import EngineError
+from terrazzo.errors import EngineConfigError, EngineError
 from terrazzo.tensor.experimental.context_parallel import AttentionOver, attention_over
 
 _IGNORED = -100  # the label that Hugging Face's losses leave out
 # Hugging Face's models with a result for a whole sequence, and arguments that such models have.
-_OF_WHOLE = ("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentence", "ForPreTrain")
+_OF_WHOLE = (
+    *("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentence", "ForPreTrain"),
+    *("DoubleHeads", "ForImageClassification", "ForAudioClassification", "ForXVector", "ForCTC", "Retrieval"),
+)
 _FOR_WHOLE = ("start_positions", "end_positions", "next_sentence_label")
 
 
 class SharedSequences:
     """What the ranks of an axis do that share sequences."""
 
-    def __init__(self, config: EngineConfig, axis: Axis, module: nn.Module) -> None:
-        self._axis, self._method, self._module = axis, config.sequence_parallel_method, module
+    def __init__(self, config: EngineConfig, axis: Axis, module: Any) -> None:
+        self._axis, self._method = axis, config.sequence_parallel_method
+        if hasattr(module, "get_base_model"):  # of peft, whose model passes its arguments on
+            _refuse_prompts(module)
+            module = module.get_base_model()
+        self._module = module
         loss = getattr(module, "loss_function", None)
-        self._kind = type(module).__name__.removeprefix("FSDP")  # of the class that fully_shard has made of it
+        self._kind = _kind_of(module)
         self._of_transformers = loss is not None and hasattr(module, "config")
         type_of_loss = getattr(module, "loss_type", None)  # None: unknown, and Transformers' default is ForCausalLMLoss
         is_default = type_of_loss is not None and getattr(loss, "__name__", "") == "ForCausalLMLoss"
@@ -110,6 +117,8 @@ class SharedSequences:
     def _prepared(self, kwargs: dict[str, Any], first: Tensor, length: int) -> dict[str, Any]:
         self._refuse_windows(length)
         kwargs, kind = dict(kwargs), self._kind
+        if any(type(part).__name__.endswith("Pooler") for part in self._module.modules()):
+            self._refuse_whole(f"a {kind} with a pooler", length)
         if any(name in kind for name in _OF_WHOLE) or any(kwargs.get(name) is not None for name in _FOR_WHOLE):
             self._refuse_whole(f"a {kind}", length)
         if "position_ids" not in inspect.signature(self._module.forward).parameters:
@@ -175,3 +184,17 @@ class SharedSequences:
                 f"sequence_parallel_size does not support {', '.join(sorted(local))} (a window of {window} in "
                 f"sequences of {length}): use a model with full attention, or leave the key out"
             )
+
+
+def _kind_of(module: nn.Module) -> str:
+    """The name of a module's class: of Transformers' own, if a user's class or that of `fully_shard` is built on it."""
+    names = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("transformers")]
+    return names[0] if names else type(module).__name__
+
+
+def _refuse_prompts(module: Any) -> None:
+    if getattr(module.active_peft_config, "is_prompt_learning", False):
+        raise EngineConfigError(
+            "sequence_parallel_size: peft puts a prompt before the sequence, which would be put before each part of "
+            "it: use an adapter without a prompt, such as LoRA"
+        )
