@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
 from html import escape
 from inspect import signature
-from itertools import product
+from itertools import chain, product
 
 from terrazzo.layout.grid import Grid, Span
 from terrazzo.layout.placement import Partial, Placement
@@ -48,8 +49,30 @@ class ShownAsCall(Shown):
 
 def _brief(value: object) -> str:
     """A value in a few words: that of a model or a tensor would be a page."""
-    text = repr(value)
-    return text if len(text) <= _MOST_TEXT and "\n" not in text else f"<{type(value).__name__}>"
+    text = repr(value) if _size(value, _MOST_TEXT) < _MOST_TEXT else ""
+    return text if 0 < len(text) <= _MOST_TEXT and "\n" not in text else f"<{type(value).__name__}>"
+
+
+def _size(value: object, most: int) -> int:
+    """How many values `repr` would go through, each of which is at least a character; counted as far as `most`."""
+    inner: Iterable[object]
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        inner = chain.from_iterable(value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        inner = (getattr(value, field.name, None) for field in fields(value) if field.repr)
+    else:
+        modules = getattr(value, "__dict__", {}).get("_modules")  # a module's repr is that of its modules
+        inner = modules.values() if isinstance(modules, dict) else ()
+    count = 1
+    for each in inner:
+        if count >= most:
+            break
+        count += _size(each, most - count)
+    return count
 
 
 def hue_of(number: int) -> int:
