@@ -12,9 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
-from terrazzo.engine.marks import FILE, Mark, mark, read_marks
+from terrazzo.engine import marks as marks_module
+from terrazzo.engine.marks import BEATS, FILE, Beat, Mark, mark, put, read_marks
 from terrazzo.launch import recovery
 from terrazzo.launch.live import read_live
 from terrazzo.launch.recovery import HostRanks, Recovery, recovery_of
@@ -51,6 +54,23 @@ def test_half_a_line_is_read_later(tmp_path: Path, monkeypatch):
     data = (tmp_path / "marks").read_bytes()
     assert [each.what for each in read_marks(data)] == list(POINTS) and read_marks(data)[0].rank == 3
     assert [each.what for each in read_marks(data[:-5])] == list(POINTS[:-1]) and read_marks(b"") == []
+
+
+def test_the_last_step_is_told_when_the_program_ends(tmp_path: Path, monkeypatch) -> None:
+    ends: list[Callable[[], None]] = []
+    monkeypatch.setenv(FILE, str(tmp_path / "marks"))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr("atexit.register", ends.append)
+    monkeypatch.setattr(marks_module, "EVERY", 1000.0)
+    for step in (1, 2, 3):
+        marks_module.beat(step, loss=torch.tensor(step / 2))
+    del marks_module._pulses[str(tmp_path / "marks")]
+    file = tmp_path / f"marks-{BEATS}3"
+    assert msgspec.json.decode(file.read_bytes(), type=Beat).step == 1
+    (end,) = ends
+    end()
+    last = msgspec.json.decode(file.read_bytes(), type=Beat)
+    assert (last.step, last.loss) == (3, 1.5)
 
 
 @pytest.mark.long
@@ -154,3 +174,70 @@ def test_ranks_that_make_no_step_are_ended_and_show_where_they_are(monkeypatch, 
     assert [(where.beat.rank, where.beat.step, where.beat.samples) for where in host.ranks] == [
         (0, 5, 40), (1, 4, 32), (2, 4, 32)
     ]  # fmt: skip
+
+
+class Clocks:
+    """Of a host: `time`'s may be set, and `monotonic` may not."""
+
+    def __init__(self) -> None:
+        self.at, self.ahead = 100.0, 0.0
+
+    def monotonic(self) -> float:
+        return self.at
+
+    def time(self) -> float:
+        return self.at + self.ahead
+
+
+def test_when_a_step_was_made_counts_and_not_when_it_was_read(tmp_path: Path, monkeypatch) -> None:
+    """Two ranks stop within a second and are found together, though one beat was read later; a new one is read before
+    anybody is ended; and setting the host's clock ends nobody."""
+    clocks, ended = Clocks(), list[int]()
+    monkeypatch.setattr(recovery, "time", clocks)
+    monkeypatch.setattr(recovery, "_send", lambda send, process, number: ended.append(process))
+    monkeypatch.setattr(recovery, "_is_there", lambda process: True)
+
+    def begun() -> HostRanks:
+        ended.clear()
+        watch = HostRanks(stuck_after=10)
+        watch._file = tmp_path / "marks"
+        watch._now.start = ("0", "1")
+        return watch
+
+    def beat(rank: int, step: int) -> None:
+        said = Beat(step, clocks.time(), rank, process=rank, start=("0", "1"))
+        put(f"{tmp_path}/marks-{BEATS}{rank}", msgspec.json.encode(said))
+
+    def look(watch: HostRanks, until: float) -> None:
+        while clocks.at < until and not ended:
+            clocks.at += 0.25
+            watch._look()
+
+    watch = begun()
+    beat(1, 4)
+    look(watch, 100.25)  # reads the beat of rank 1 alone, and the others' half a second later
+    beat(2, 4)
+    beat(0, 5)
+    look(watch, 120)
+    assert clocks.at == pytest.approx(110.25) and ended == [1, 2]
+
+    clocks.at = 100.0
+    watch = begun()
+    for rank in range(3):
+        beat(rank, 4)
+    look(watch, 109.75)
+    for rank in (1, 2):
+        beat(rank, 5)
+    look(watch, 120)
+    assert clocks.at == 110.25 and ended == [0]
+
+    for set_by in (3600.0, -3600.0):
+        clocks.at, clocks.ahead = 100.0, 0.0
+        watch = begun()
+        for step in range(20):
+            for rank in range(3):
+                beat(rank, step)
+            clocks.ahead = set_by * (step % 2)  # between writing and reading
+            look(watch, clocks.at + 1)
+            clocks.ahead = set_by * ((step + 1) % 2)
+        assert not ended

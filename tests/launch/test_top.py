@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -55,6 +56,9 @@ def run(tmp_path: Path) -> Path:
     live.write(now=True)
     other = [Pace(beats(2, now - 60, 3, loss=4.0)[1]), Pace(beats(1, now - 90, 2, loss=9.0)[1])]
     (folder / "live-other.json").write_bytes(msgspec.json.encode(Host("other", now, other)))
+    for file in folder.glob("live-*.json"):  # written in the moment that they tell
+        at = msgspec.json.decode(file.read_bytes(), type=Host).at
+        os.utime(file, (at, at))
     (folder / "live-broken.json").write_text("{")
     return folder
 
@@ -79,6 +83,15 @@ def test_a_run_that_trains(run: Path) -> None:
     ):  # fmt: skip
         assert text in shown, shown
     assert shown.splitlines()[-3].split()[:3] == ["2", "other", "3"], "ranks that lag come first"
+
+
+@pytest.mark.parametrize("ahead", [0.0, 3600.0, -3600.0])
+def test_hosts_whose_clocks_differ_are_compared(run: Path, ahead: float) -> None:
+    other = [Pace(beats(2, time.time() + ahead - 2, 23)[1])]
+    (run / "live-other.json").write_bytes(msgspec.json.encode(Host("other", time.time() + ahead, other)))
+    seen = json.loads(top(str(run), "--json").stdout)
+    assert [rank["host"] for rank in seen["ranks"]][2] == "other" and seen["lagging"] == []
+    assert 0 <= seen["ranks"][2]["seconds_behind"] < 60 and abs(seen["news"] - time.time()) < 60
 
 
 def test_a_run_that_has_ended_and_one_that_has_not_begun(run: Path, tmp_path: Path) -> None:

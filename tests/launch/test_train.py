@@ -122,7 +122,7 @@ def test_a_run_goes_on_without_a_rank_that_is_lost(tmp_path):
     assert [loss for _, loss in said] == pytest.approx([expected[step - 1] for step, _ in said], rel=1e-5)
     assert Checkpoint(tmp_path / "checkpoints" / f"global_step{STEPS}")["dp_world_size"] == 1
     (host,) = read_live(tmp_path / "checkpoints")
-    assert [where.beat.rank for where in host.ranks] == [0]
+    assert [(where.beat.rank, where.beat.step) for where in host.ranks] == [(0, STEPS)]
     assert len(json.loads(ended.stdout)["recoveries"]) == 1
 
 

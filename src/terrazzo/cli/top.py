@@ -150,7 +150,7 @@ def _drawn(seen: dict[str, Any]) -> Group:
 
     state, failed = seen["state"], bool(seen["why"])
     if state == "running" and seen["news"] is not None:
-        state += f", last heard of {now - seen['news']:.0f} s ago"
+        state += f", last heard of {max(now - seen['news'], 0):.0f} s ago"
     elif state == "ended" and failed:
         state += f": {seen['why']}"
     row(seen["run"], state, "red" if seen["state"] == "ended" and failed else "")

@@ -8,6 +8,7 @@ imported, for ranks that are started again.
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import site
@@ -28,7 +29,7 @@ from terrazzo.comm import CommEvent, add_observer, remove_observer
 FILE: Final = "TERRAZZO_MARKS"
 BEATS: Final = "beat-"  # the beginning of the names of the ranks' files
 IMPORTED: Final = "imported"
-_EVERY: Final = 1.0  # seconds between two writes
+EVERY: Final = 1.0  # seconds between two beats of a rank, at least
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -125,6 +126,8 @@ class _Pulse:
         self._sent: int | None = None
         self._counted = 0
         self._counting = False
+        self._unwritten: tuple[int, Tensor | float | None, int | None, int | None] | None = None
+        atexit.register(self._write_last)
         if not faulthandler.is_enabled():  # `terrazzo train` ends a rank that hangs by SIGABRT
             faulthandler.enable()
 
@@ -134,8 +137,23 @@ class _Pulse:
             self._sent, self._counting = self._counted, False
         now = time.monotonic()
         if now < self._next:
+            self._unwritten = step, loss.detach() if isinstance(loss, Tensor) else loss, samples, tokens
             return
-        self._next = now + _EVERY
+        self._next, self._unwritten = now + EVERY, None
+        self._write(step, loss, samples, tokens)
+        if len(sys.modules) != self._known and int(os.environ.get("LOCAL_RANK") or 0) == 0:
+            self._known = len(sys.modules)
+            said = Imported([name for name, module in sys.modules.items() if _is_installed(name, module)], sys.path)
+            put(f"{self._file}-{IMPORTED}", msgspec.json.encode(said))
+        self._counted, self._counting = 0, True
+        add_observer(self._count)
+
+    def _write_last(self) -> None:
+        """When the program ends: its last steps may have been made within a second."""
+        if self._unwritten is not None:
+            self._write(*self._unwritten)
+
+    def _write(self, step: int, loss: Tensor | float | None, samples: int | None, tokens: int | None) -> None:
         if isinstance(loss, Tensor):
             # A distributed tensor would ask other ranks, which may not write now.
             loss = float(loss) if type(loss) is Tensor else None
@@ -143,12 +161,6 @@ class _Pulse:
             step, time.time(), self._rank, os.getpid(), loss, samples, tokens, _memory(), self._sent, self._start
         )
         put(f"{self._file}-{BEATS}{self._rank}", msgspec.json.encode(beat))
-        if len(sys.modules) != self._known and int(os.environ.get("LOCAL_RANK") or 0) == 0:
-            self._known = len(sys.modules)
-            said = Imported([name for name, module in sys.modules.items() if _is_installed(name, module)], sys.path)
-            put(f"{self._file}-{IMPORTED}", msgspec.json.encode(said))
-        self._counted, self._counting = 0, True
-        add_observer(self._count)
 
     def _count(self, event: CommEvent) -> None:
         self._counted += event.bytes

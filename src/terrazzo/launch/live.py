@@ -15,6 +15,7 @@ from platform import node
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from terrazzo.checkpoint.stores import is_url
 from terrazzo.engine.marks import Beat, put
@@ -92,9 +93,16 @@ class LiveFile:
 
 
 def read_live(folder: str | os.PathLike[str]) -> list[Host]:
-    """What the hosts of a run have written, as far as it can be read."""
+    """What the hosts of a run have written, as far as it can be read. All times are by the clock that dates the files,
+    so that hosts whose clocks differ can be compared."""
     found = []
     for path in sorted(Path(folder).glob(_NAME.format("*"))):
-        with suppress(OSError, msgspec.MsgspecError):
-            found.append(msgspec.json.decode(path.read_bytes(), type=Host))
+        with suppress(OSError, msgspec.MsgspecError), path.open("rb") as file:
+            host = msgspec.json.decode(file.read(), type=Host)
+            found.append(_moved(host, os.fstat(file.fileno()).st_mtime - host.at))
     return found
+
+
+def _moved(host: Host, seconds: float) -> Host:
+    ranks = [replace(pace, beat=replace(pace.beat, at=pace.beat.at + seconds)) for pace in host.ranks]
+    return replace(host, at=host.at + seconds, ranks=ranks)

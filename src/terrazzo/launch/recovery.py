@@ -29,7 +29,7 @@ import msgspec
 
 from terrazzo._meant import signal_name
 from terrazzo._torch.launching import Process
-from terrazzo.engine.marks import BEATS, FILE, IMPORTED, Beat, Imported, Mark, read_marks, start_of
+from terrazzo.engine.marks import BEATS, EVERY, FILE, IMPORTED, Beat, Imported, Mark, read_marks, start_of
 from terrazzo.launch.live import LiveFile
 from terrazzo.launch.spare import Spare
 
@@ -156,15 +156,15 @@ class HostRanks:
     def _run(self) -> None:
         while not self._over.wait(_LOOK):
             self._look()
-        self._now.heard = 0.0  # the last beats, however short ago others were read
-        self._look()
+        self._look(all_beats=True)
         self._live.write(now=True)
 
-    def _look(self) -> None:
+    def _look(self, *, all_beats: bool = False) -> None:
         with self._lock:
             self._see_ends()
             self._listen()
-            self._hear()
+            if all_beats or time.monotonic() >= self._now.heard + _HEAR:
+                self._hear()
             self._end_what_hangs()
         if self._spare is not None:
             self._learn(self._spare)
@@ -205,27 +205,27 @@ class HostRanks:
 
     def _hear(self) -> None:
         """Read the ranks' beats."""
-        now = time.monotonic()
-        if now < self._now.heard + _HEAR:
-            return
+        now, before = time.monotonic(), self._now.heard
         self._now.heard = now
         for path in self._file.parent.glob(f"{self._file.name}-{BEATS}*[0-9]"):
             beat = msgspec.json.decode(path.read_bytes(), type=Beat)
             known = self._now.beats.get(beat.process)
             if beat.start == self._now.start and (known is None or known[1] != beat):
-                self._now.beats[beat.process] = now, beat
+                # When it was written, wherever the host's clock has been set to: since the last reading.
+                written = min(now, max(before, now - (time.time() - beat.at)))
+                self._now.beats[beat.process] = written, beat
                 self._live.add(beat)
 
     def _end_what_hangs(self) -> None:
         now = self._now
-        if self._stuck_after is None or now.limit is not None:
+        if self._stuck_after is None or now.limit is not None or not self._silent(self._stuck_after):
             return
-        limit = time.monotonic() - self._stuck_after
-        # Where the interpreter was started by a script of its own, torchrun's process is another one.
-        stuck = [beat for heard, beat in now.beats.values() if heard < limit and _is_there(beat.process)]
-        if not stuck:
+        self._hear()  # the last look at the beats may be older than the newest ones
+        if not self._silent(self._stuck_after):
             return
         now.limit = time.monotonic() + PATIENCE
+        # A rank writes its steps down at most once in EVERY seconds: those that stopped together may seem so far apart.
+        stuck = self._silent(self._stuck_after - min(EVERY, self._stuck_after / 2))
         last = min(beat.step for beat in stuck)  # others may wait for those
         for beat in stuck:
             if beat.step == last:
@@ -234,6 +234,13 @@ class HostRanks:
                     f"{last}: it is ended, and shows where it is"
                 )
                 _send(os.kill, beat.process, signal.SIGABRT)
+
+    def _silent(self, seconds: float) -> list[Beat]:
+        """The last beats of the ranks that have written none for so long."""
+        limit = time.monotonic() - seconds
+        # Where the interpreter was started by a script of its own, torchrun's process is another one.
+        beats = self._now.beats.values()
+        return [beat for written, beat in beats if written < limit and _is_there(beat.process)]
 
     def _learn(self, spare: Spare) -> None:
         file = Path(f"{self._file}-{IMPORTED}")
@@ -253,8 +260,8 @@ class _Started:
     again: str = ""  # what happens if one fails; empty if that ends the run
     running: dict[int, Process] = field(default_factory=dict)  # by rank
     ended: list[float] = field(default_factory=list)  # when
-    beats: dict[int, tuple[float, Beat]] = field(default_factory=dict)  # by process, with when they were heard
-    heard: float = 0.0
+    beats: dict[int, tuple[float, Beat]] = field(default_factory=dict)  # by process, with when they were written
+    heard: float = 0.0  # when beats were last read
     limit: float | None = None  # when those that still run are killed, since one has failed
     is_told: bool = False  # to end
     has_told: bool = False  # how long recovery took
