@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
+import operator
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 import terrazzo.deepspeed as deepspeed
 from engine.runs import batches, config, loss_of, make_model
-from ranks import run_ranks
+from ranks import run_fresh, run_ranks
 from terrazzo.deepspeed.submodules import ABSENT, SUBMODULES
 from terrazzo.errors import EngineCallError, EngineConfigError, EngineError
 
@@ -28,6 +30,7 @@ def test_modules_are_found_where_deepspeed_has_them():
         parent, _, name = f"terrazzo.deepspeed.{place}".rpartition(".")
         # `from deepspeed.utils import logging` is not Python's module; `z3_leaf_module` is a function, too.
         assert getattr(sys.modules[parent], name) is found or place == "utils.z3_leaf_module", place
+    assert deepspeed.checkpoint.utils.clone_tensors_for_torch_save([torch.ones(2)])[0].tolist() == [1.0, 1.0]
     from terrazzo.deepspeed.runtime.activation_checkpointing import checkpointing
     from terrazzo.deepspeed.runtime.pipe.topology import ProcessTopology
     from terrazzo.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -35,6 +38,17 @@ def test_modules_are_found_where_deepspeed_has_them():
 
     assert checkpointing is deepspeed.checkpointing and ProcessTopology is deepspeed.pipe.ProcessTopology
     assert ZeroParamStatus is deepspeed.zero.ZeroParamStatus and logger is deepspeed.logger
+
+
+def check_attributes() -> None:
+    names = ["moe.utils", "ops.adam.cpu_adam", "runtime.config_utils", "runtime.data_pipeline.curriculum_scheduler"]
+    names += ["runtime.lr_schedules", "runtime.precision_config", "runtime.utils", "utils.groups", "utils.zero_to_fp32"]
+    for name in names:
+        assert operator.attrgetter(name)(deepspeed).__name__.startswith("terrazzo.deepspeed."), name
+
+
+def test_modules_are_attributes_without_being_imported():
+    run_fresh(1, check_attributes)
 
 
 def test_an_import_of_what_is_absent_says_what_there_is():
@@ -175,3 +189,24 @@ def check_parameters(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_parameters_say_whether_they_are_whole(stage):
     run_ranks(2, check_parameters, stage)
+
+
+def test_parameters_that_are_created_in_zero_init_say_that_they_are_whole():
+    class Scaled(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.scale = torch.nn.Parameter(torch.ones(2))
+
+    given = torch.nn.Linear(2, 2)
+    with deepspeed.zero.Init(), deepspeed.zero.Init(dtype=torch.bfloat16):
+        model = torch.nn.Sequential(Scaled(), torch.nn.Linear(2, 1))
+    deepspeed.zero.Init(module=given)
+    with deepspeed.zero.Init(enabled=False):
+        plain = torch.nn.Linear(2, 2)
+    marked: list[Any] = [*model.parameters(), *given.parameters()]
+    assert len({p.ds_id for p in marked}) == len(marked) == 7
+    for p in marked:
+        assert (p.ds_shape, p.ds_numel) == (p.shape, p.numel())
+        assert p.ds_status is deepspeed.zero.ZeroParamStatus.AVAILABLE
+    others = [*plain.parameters(), *torch.nn.Linear(2, 2).parameters()]
+    assert not any(hasattr(p, "ds_id") for p in others) and model[0].scale.dtype == torch.bfloat16

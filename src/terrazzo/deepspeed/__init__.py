@@ -11,13 +11,14 @@ Names, arguments and results are DeepSpeed's; `terrazzo.engine` does the work.
 
 from typing import Any
 
-from terrazzo.deepspeed import checkpointing, comm, moe, ops, pipe, runtime, utils, zero
+from terrazzo.deepspeed import checkpoint, checkpointing, comm, moe, ops, pipe, runtime, utils, zero
 from terrazzo.deepspeed.accelerator import get_accelerator
 from terrazzo.deepspeed.api import add_config_arguments, initialize
 from terrazzo.deepspeed.comm import init_distributed
 from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from terrazzo.deepspeed.engine import DeepSpeedEngine
 from terrazzo.deepspeed.git_version_info import git_branch, git_hash, version
+from terrazzo.deepspeed.installing import install
 from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer
 from terrazzo.deepspeed.pipe import PipelineModule
 from terrazzo.deepspeed.pipe.engine import PipelineEngine
@@ -42,11 +43,13 @@ __all__ = [
     "PipelineModule",
     "RepeatingLoader",
     "add_config_arguments",
+    "checkpoint",
     "checkpointing",
     "comm",
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "install",
     "log_dist",
     "logger",
     "moe",

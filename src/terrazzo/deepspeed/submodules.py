@@ -11,8 +11,13 @@ from typing import Final
 
 # Our modules by their names in DeepSpeed, parents first.
 SUBMODULES: Final[Mapping[str, str]] = {
+    "accelerator.real_accelerator": "accelerator",
     "comm.comm": "comm",
     **{f"monitor.{name}": "monitor" for name in ("config", "csv_monitor", "monitor", "tensorboard", "wandb")},
+    **{f"ops.adam.{name}": "ops.adam" for name in ("cpu_adam", "fused_adam")},
+    "ops.adagrad.cpu_adagrad": "ops.adagrad",
+    "ops.lamb.fused_lamb": "ops.lamb",
+    **{f"ops.lion.{name}": "ops.lion" for name in ("cpu_lion", "fused_lion")},
     "runtime.activation_checkpointing": "",
     "runtime.activation_checkpointing.checkpointing": "checkpointing",
     "runtime.dataloader": "dataloader",
@@ -33,10 +38,23 @@ SUBMODULES: Final[Mapping[str, str]] = {
     "runtime.zero.partition_parameters": "zero",
     "runtime.zero.stage3": "optimizer",
     "runtime.zero.stage_1_and_2": "optimizer",
+    "utils.init_on_device": "utils",
     "utils.logging": "utils",
     "utils.tensor_fragment": "utils",
     "utils.z3_leaf_module": "utils.leaves",
 }
+
+# Those that `import deepspeed` has imported, so that scripts use them as its attributes.
+_IMPORTED = (
+    *(
+        "checkpoint.utils",
+        "moe.utils",
+        "ops.op_builder",
+        "runtime.config_utils",
+        "runtime.data_pipeline.curriculum_scheduler",
+    ),
+    *("runtime.lr_schedules", "runtime.precision_config", "runtime.utils", "utils.groups", "utils.zero_to_fp32"),
+)
 
 _NVME = "set zero_optimization.offload_optimizer.device to nvme: threads read and write, not libaio"
 
@@ -75,7 +93,9 @@ ABSENT: Final[Mapping[str, str]] = {
 
 
 def register(package: str) -> None:
-    """Make all of these modules importable below a package."""
+    """Make all of these modules importable below a package, and attributes of it."""
+    for module in _IMPORTED:
+        importlib.import_module(f"{package}.{module}")
     for place, module in SUBMODULES.items():
         found = importlib.import_module(f"{package}.{module}") if module else ModuleType(f"{package}.{place}")
         if not module:
@@ -104,5 +124,5 @@ class _Explains:
             return None
         for known, why in ABSENT.items():
             if place == known or place.startswith(f"{known}."):
-                raise ModuleNotFoundError(f"{self._package} has no {known}: {why}")
+                raise ModuleNotFoundError(f"{self._package} has no {place}: {why}")
         raise ModuleNotFoundError(f"No module named {name!r}: docs/deepspeed.md lists what there is")

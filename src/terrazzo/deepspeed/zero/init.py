@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from terrazzo.deepspeed.zero.status import mark_as_created
 from terrazzo.layout.drawing import ShownAsCall
 
 
@@ -15,15 +17,16 @@ class Init(ShownAsCall):
     """A context in which a model is created.
 
     DeepSpeed shards every module as soon as it is created. Here `initialize` shards the model; until then each rank
-    holds all of it in CPU memory. Create a model that does not fit on the meta device, which `initialize` supports.
+    holds all of it in CPU memory, and its parameters have DeepSpeed's attributes of one that is whole. Create a model
+    that does not fit on the meta device, which `initialize` supports.
 
     >>> with Init(config_dict_or_path={"zero_optimization": {"stage": 3}}):
     ...     model = nn.Linear(2, 2)
-    >>> model.weight.shape
-    torch.Size([2, 2])
+    >>> model.weight.shape, model.weight.ds_numel, model.weight.ds_status.name
+    (torch.Size([2, 2]), 4, 'AVAILABLE')
 
     Args:
-        module: A model that exists already: it is left as it is.
+        module: A model that exists already: its parameters get the attributes, too.
         dtype: The dtype of new parameters; they are trained in float32 in any case.
         enabled: If False, nothing happens.
         options: DeepSpeed's other arguments, for where and how it keeps shards; they have no effect.
@@ -32,13 +35,18 @@ class Init(ShownAsCall):
     def __init__(
         self, module: nn.Module | None = None, *args: Any, enabled: bool = True, dtype: Any = None, **options: Any
     ) -> None:
-        self._dtype = dtype if enabled else None
+        self._enabled, self._dtype = enabled, dtype if enabled else None
         self._before: torch.dtype | None = None
+        self._hook: Any = None
+        for parameter in module.parameters() if module is not None and enabled else ():
+            mark_as_created(parameter)
 
     def __enter__(self) -> None:
         if self._dtype is not None:
             self._before = torch.get_default_dtype()
             torch.set_default_dtype(self._dtype)
+        if self._enabled:
+            self._hook = register_module_parameter_registration_hook(lambda _, __, p: mark_as_created(p))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -46,6 +54,8 @@ class Init(ShownAsCall):
         if self._before is not None:
             torch.set_default_dtype(self._before)
             self._before = None
+        if self._hook is not None:
+            self._hook.remove()
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

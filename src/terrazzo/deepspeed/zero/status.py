@@ -1,11 +1,13 @@
 """Attributes that scripts read from a parameter: whether it is sharded, and its whole size.
 
-DTensors have them: parameters of stage 3, and those of other stages between the last backward and the step.
+DTensors have them: parameters of stage 3, and those of other stages between the last backward and the step. So do
+parameters that are created in `zero.Init`, until `initialize`.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +32,15 @@ def mark(model: nn.Module) -> None:
     for leaf in [model] if is_leaf(model) else leaves_in(model):
         for owned in leaf.parameters():
             owned.ds_z3_leaf_module = leaf  # type: ignore[attr-defined]
+
+
+_created = count()
+
+
+def mark_as_created(parameter: Tensor | None) -> None:
+    """Set the attributes of a parameter that is created in `zero.Init`, and is whole until `initialize`."""
+    if parameter is not None and not hasattr(parameter, "ds_id"):
+        _set(parameter, next(_created), ZeroParamStatus.AVAILABLE)
 
 
 def mark_as_whole(whole: Tensor, parameter: Tensor) -> None:

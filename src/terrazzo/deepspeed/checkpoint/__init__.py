@@ -1,0 +1,1 @@
+"""What libraries import from `deepspeed.checkpoint`."""
