@@ -162,6 +162,8 @@ def check_the_last() -> None:
     for _ in range(2):  # no backward follows
         model(mine(x))
         assert [where_of(block) for block in blocks] == [Where.SHARDED, Where.SHARDED, Where.AWAITED]
+    assert gathers() == 5  # nothing is gathered ahead for these forwards; the root is there already
+    model(mine(x))
     with torch.no_grad():
         blocks[0](torch.ones(1, blocks[0].up.in_features))  # what runs then has the memory
     assert {where_of(block) for block in blocks} == {Where.SHARDED}

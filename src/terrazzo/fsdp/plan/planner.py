@@ -73,6 +73,8 @@ class _Planner:
         self.changes["outermost"] = module
         if not in_backward:
             self.changes["entered"] = 0
+            if not set(self.order).isdisjoint(self.state.ended):  # of its last forward, which may get no backward
+                self.changes["ended"] = ()
         for unit in written:
             self._free(unit)
         self._free_awaited()

@@ -75,7 +75,7 @@ class State:
     outermost: int = -1  # the module whose forward the user called
     entered: int = 0  # the number of units that this forward has entered
     # Units whose forwards have ended, the latest first: their backwards come in this order. Those that backward has
-    # reached are none of them any more.
+    # reached are none of them any more, nor are those of a module's last forward when the next one begins.
     ended: tuple[int, ...] = ()
     in_backward: bool = False
     records_graph: bool = False  # whether another backward may run through this one
