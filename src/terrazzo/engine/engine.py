@@ -40,6 +40,7 @@ from terrazzo.engine.saving import find_to_load, load_engine, load_step, save_en
 from terrazzo.engine.sequence import SharedSequences
 from terrazzo.engine.sparse import SparseEmbeddings
 from terrazzo.errors import EngineCallError, EngineConfigError, EngineError
+from terrazzo.fsdp.module import expect_backward
 from terrazzo.layout.drawing import Shown
 
 LOGGER = logging.getLogger("terrazzo.engine")
@@ -296,9 +297,7 @@ class Engine(Shown):
         if again and (sync, reshards) == self._backward:
             return  # setters walk through the model
         self._backward = sync, reshards
-        self.module.set_requires_gradient_sync(sync)
-        self.module.set_is_last_backward(sync)
-        self.module.set_reshard_after_backward(reshards)
+        expect_backward(self.module, reduces=sync, reshards=reshards)
 
     def train_batch(self, *args: Any, target: Any, **kwargs: Any) -> Tensor:
         """One step of a pipeline: forward, backward, and the optimizer's step.

@@ -28,6 +28,7 @@ from terrazzo.engine.placing import reshard
 from terrazzo.engine.tied import TiedParameters
 from terrazzo.errors import EngineConfigError, EngineError
 from terrazzo.fsdp import register_fsdp_pipeline_stage
+from terrazzo.fsdp.module import expect_backward
 
 LossFunction = Callable[..., Tensor]
 ScheduleFactory = Callable[..., Any]
@@ -149,9 +150,7 @@ class Pipeline:
         # Reduced after every micro-batch, or once: in ZeRO stages 0 and 1, or by a schedule that splits backward.
         at_once = zero_stage >= 2 and not self._splits
         for part in self.parts:
-            part.set_requires_gradient_sync(at_once)  # type: ignore[operator]
-            part.set_is_last_backward(at_once)  # type: ignore[operator]
-            part.set_reshard_after_backward(zero_stage == 3)  # type: ignore[operator]
+            expect_backward(part, reduces=at_once, reshards=zero_stage == 3)
         self._factor = scale / self._batch.accumulation
         self._run("step", args, target, kwargs)
         for part in self.parts:

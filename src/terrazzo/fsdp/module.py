@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
-from terrazzo._torch.modules import children_of
+from terrazzo._torch.modules import modules_in
 from terrazzo.comm.axis import axis_beside
 from terrazzo.errors import FSDPError, FSDPTypeError, FSDPValueError
 from terrazzo.fsdp.group import ATTRIBUTE, Group, group_of, with_switches
@@ -466,17 +466,14 @@ def _groups(module: Any, recurse: bool) -> list[Group]:
     """The groups of the module and, with `recurse`, of those in it."""
     if not recurse:
         return [_group(module)]
-    known, inside = {module}, [module]
-    groups: dict[Group, None] = {}
-    for each in inside:  # as modules(), which takes four times as long: programs call setters for every micro-batch
-        attributes = each.__dict__
-        if ATTRIBUTE in attributes:
-            groups[attributes[ATTRIBUTE]] = None
-        for child in children_of(each).values():
-            if child is not None and child not in known:
-                known.add(child)
-                inside.append(child)
-    return list(groups)
+    inside = [each.__dict__ for each in modules_in(module)]
+    return list(dict.fromkeys([attributes[ATTRIBUTE] for attributes in inside if ATTRIBUTE in attributes]))
+
+
+def expect_backward(module: Any, *, reduces: bool, reshards: bool) -> None:
+    """Set whether the next backward reduces gradients, all that there are, and whether it reshards."""
+    root_of(_group(module)).set_is_last(reduces)
+    _switch(_groups(module, True), gradient_sync=reduces, reshard_after_backward=reshards)
 
 
 def _pad(group: Group) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.errors import FSDPError
-from terrazzo.fsdp.module import FSDPModule
+from terrazzo.fsdp.module import FSDPModule, expect_backward
 
 
 def register_fsdp_pipeline_stage(stage: Any) -> None:
@@ -41,14 +41,14 @@ def register_fsdp_pipeline_stage(stage: Any) -> None:
     backward = stage.backward_maybe_with_nosync
 
     def backward_without_reduction(backward_type: str, *args: Any, **kwargs: Any) -> Any:
-        _reduces(module, False)
+        expect_backward(module, reduces=False, reshards=False)
         if backward_type != "full":
             for inner in _sharded_modules(module):
                 inner.unshard()
         return backward(backward_type, *args, **kwargs)
 
     def perform_reduce_grad(grad_scale_factor: int) -> None:
-        _reduces(module, True)
+        expect_backward(module, reduces=True, reshards=True)
         module.reduce_gradients()
         for inner in _sharded_modules(module):
             inner.reshard()
@@ -57,12 +57,6 @@ def register_fsdp_pipeline_stage(stage: Any) -> None:
 
     stage.backward_maybe_with_nosync = backward_without_reduction
     stage.perform_reduce_grad = perform_reduce_grad
-
-
-def _reduces(module: FSDPModule, now: bool) -> None:
-    module.set_is_last_backward(now)
-    module.set_reshard_after_backward(now)
-    module.set_requires_gradient_sync(now)
 
 
 def _sharded_modules(module: FSDPModule) -> list[FSDPModule]:
