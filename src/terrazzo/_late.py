@@ -1,7 +1,7 @@
 """Packages that import the modules of their names when these are asked for (PEP 562).
 
-What is written without tensors, as looking at a checkpoint's table of contents, should not wait for PyTorch; so a
-package on its way imports nothing that it does not need itself.
+Code that needs no tensors, such as that which lists a checkpoint, should not wait for the import of PyTorch. So the
+packages that it goes through import nothing that they do not need themselves.
 """
 
 from __future__ import annotations

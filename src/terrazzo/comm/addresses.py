@@ -1,8 +1,8 @@
 """By which address other hosts reach this one.
 
-`TERRAZZO_SOCKET_IFNAME`, or else `GLOO_SOCKET_IFNAME`, names the network interface, or several, of which the first that
-is there and has an address counts. Without them it is the interface by which `MASTER_ADDR` is reached: a host's name
-is no help, since on many systems it stands for a loopback address.
+`TERRAZZO_SOCKET_IFNAME`, or else `GLOO_SOCKET_IFNAME`, names one or several network interfaces. The first of them that
+exists and has an address is used. Without these variables it is the interface by which `MASTER_ADDR` is reached: a
+host's name is no help, since on many systems it stands for a loopback address.
 """
 
 from __future__ import annotations

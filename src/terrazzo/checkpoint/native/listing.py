@@ -1,6 +1,6 @@
 """What a checkpoint of the native format holds, from its root and its indexes, and a few bytes of its data.
 
-Without PyTorch, for which who looks at a checkpoint should not wait: loads go through `requests`, which reads much at
+It does not import PyTorch, so that a look at a checkpoint is fast. Loads go through `requests`, which reads much at
 once.
 """
 

@@ -1,4 +1,4 @@
-"""Reading every byte of a checkpoint and comparing it with what was written; and copies of files that are."""
+"""Reading every byte of a checkpoint and comparing it with what was written; and copying files with that check."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""PyTorch's items, where saves and loads meet them: as rows to write, and as targets to read into; and plans of them of
-which the coordinator makes one, where a planner has a global step of its own (else see `plan.ownership`)."""
+"""PyTorch's items, where saves and loads meet them: as rows to write, and as targets to read into.
+
+If a planner has a global step of its own, the coordinator gets the plans of all ranks as items; else see
+`plan.ownership`.
+"""
 
 from __future__ import annotations
 
