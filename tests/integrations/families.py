@@ -53,6 +53,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},  # biases, sinks, transposed
     "glm4_moe": {**_MIXED, "head_dim": 8, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {**_MIXED, **_LATENT, "n_group": 2, "topk_group": 1},
+    "dots1": {**_MIXED, "n_shared_experts": 1, "num_key_value_heads": 4},  # norms of heads, reduced by hand
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},  # outputs of projections are gathered
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
     "phimoe": {
         "num_local_experts": 4,
