@@ -35,7 +35,15 @@ import msgspec
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from checkpoint.formats.deepspeed.made import write, write_universal
+from checkpoint.formats.deepspeed.made import (
+    elastic,
+    plain,
+    with_gaps,
+    write,
+    write_experts,
+    write_pipeline,
+    write_universal,
+)
 from terrazzo.checkpoint import Checkpoint, FileSystemWriter, LazyTensor, load, save, seal, verify
 from terrazzo.checkpoint.formats import HuggingFaceWriter
 from terrazzo.checkpoint.formats.convert import convert
@@ -76,6 +84,13 @@ def seeds(folder: Path) -> dict[str, Path]:
     write(folder / "stage2", 2)
     write(folder / "stage3", 3)
     write_universal(folder / "universal", 2)
+    write(folder / "elastic", 2)
+    elastic(folder / "elastic" / "tag")
+    write(folder / "gaps", 2, 1)
+    with_gaps(folder / "gaps" / "tag", [[1, 0, 2], [1]])
+    write_experts(folder / "experts", False)
+    (folder / "pipeline").mkdir()
+    write_pipeline(folder / "pipeline")
     save(
         {"model": {"w": torch.arange(24.0).reshape(6, 4), "long": torch.arange(5000.0)}, "step": 3, "object": None},
         storage_writer=FileSystemWriter(folder / "compressed", compression=True),
@@ -99,6 +114,10 @@ def seeds(folder: Path) -> dict[str, Path]:
         "stage2": folder / "stage2" / "tag",
         "stage3": folder / "stage3" / "tag",
         "universal": folder / "universal" / "tag",
+        "elastic": folder / "elastic" / "tag",
+        "gaps": folder / "gaps" / "tag",
+        "experts": folder / "experts",
+        "pipeline": folder / "pipeline" / "tag",
         "run": run,
         "compressed": folder / "compressed",
         "indexed": folder / "indexed",
@@ -138,21 +157,40 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-def with_another_value(packed: bytes, rng: random.Random) -> bytes:
-    """MessagePack with one value in it replaced, by one of its type or not."""
-    tree = msgspec.msgpack.decode(packed)
-    container = tree
-    while True:
-        keys = list(container) if isinstance(container, dict) else list(range(len(container)))
-        if not keys:
-            return packed
-        key = rng.choice(keys)
-        if isinstance(container[key], dict | list) and rng.random() < 0.9:
-            container = container[key]
-            continue
-        odd = [*LARGEST, -1, -(2**62), "", "../../etc/passwd", "/etc/passwd", "a\0b", "x" * 5000, "float4", "\x1b[31m"]
-        container[key] = rng.choice([*odd, b"", [], {}, None, 1.5, [2**31] * 3, rng.choice(keys)])
-        return msgspec.msgpack.encode(tree)
+ODD: tuple[Any, ...] = (
+    *(*LARGEST, -1, -(2**62), 1.5, float("nan"), True, None, b"", [], {}, [2**31] * 3, {"a": {0: [1]}}, "", "float4"),
+    *("../../etc/passwd", "/etc/passwd", "a\0b", "x" * 5000, "\x1b[31m"),
+)
+
+
+def with_another_value(tree: Any, rng: random.Random, odd: tuple[Any, ...] = ODD) -> Any:
+    """Plain values within each other with one of them removed or replaced, by one of its type or not."""
+    keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+    if not keys:
+        return rng.choice(odd)
+    items = dict(tree) if isinstance(tree, dict) else dict(enumerate(tree))
+    key = rng.choice(keys)
+    if isinstance(items[key], dict | list | tuple) and rng.random() < 0.8:
+        items[key] = with_another_value(items[key], rng, odd)
+    elif rng.random() < 0.1:
+        del items[key]
+    else:
+        items[key] = rng.choice([*odd, *keys, *items.values()])
+    return (
+        items if isinstance(tree, dict) else list(items.values()) if isinstance(tree, list) else tuple(items.values())
+    )
+
+
+def with_another_pickle(file: Path, rng: random.Random) -> bytes:
+    """A file of `torch.save` whose value has another value in it."""
+    try:
+        value = plain(file)
+    except TerrazzoError:  # another kind of file
+        return behind_checksums(file.read_bytes(), rng)
+    tensors = (torch.zeros(0), torch.ones(()), torch.ones(7), torch.ones(2, 3, dtype=torch.bfloat16))
+    out = io.BytesIO()
+    torch.save(with_another_value(value, rng, ODD + tensors) if isinstance(value, dict) else rng.choice(ODD), out)
+    return out.getvalue()
 
 
 def behind_checksums(data: bytes, rng: random.Random) -> bytes:
@@ -162,7 +200,7 @@ def behind_checksums(data: bytes, rng: random.Random) -> bytes:
         head = data[PREAMBLE.size :]
         kind = rng.random()
         if kind < 0.6:
-            head = with_another_value(head, rng)
+            head = msgspec.msgpack.encode(with_another_value(msgspec.msgpack.decode(head), rng))
         elif kind < 0.9:
             head = mutated(head, rng)
         else:
@@ -222,7 +260,10 @@ def damage(path: Path, rng: random.Random) -> str:
     victim = rng.choice(small if rng.random() < 0.6 else files)
     kind = rng.random()
     if kind < 0.5:
-        victim.write_bytes(behind_checksums(victim.read_bytes(), rng))
+        if victim.suffix == ".pt" and rng.random() < 0.7:
+            victim.write_bytes(with_another_pickle(victim, rng))
+        else:
+            victim.write_bytes(behind_checksums(victim.read_bytes(), rng))
         return f"changed {victim.name} behind its checksums"
     if kind < 0.86:
         victim.write_bytes(mutated(victim.read_bytes(), rng))

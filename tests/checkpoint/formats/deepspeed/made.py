@@ -5,6 +5,8 @@ That DeepSpeed itself agrees with what the converter writes is shown in tests/en
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,49 @@ def plain(file: Path) -> Any:
     return OpenFile(Place(file.parent), file.name).archive.materialised()
 
 
+def change_states(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Write each rank's file of optimizer states again, with its `optimizer_state_dict` changed."""
+    for file in folder.glob("*_optim_states.pt"):
+        value = plain(file)
+        change(value["optimizer_state_dict"])
+        torch.save(value, file)
+
+
+def with_gaps(folder: Path, gaps: list[list[int]]) -> None:
+    """Write stage 1 or 2 of one rank again, with so many unused elements after the parameters of each group."""
+    shapes = plain(folder / "mp_rank_00_model_states.pt")["param_shapes"]
+
+    def spread(state: dict[str, Any]) -> None:
+        def change(flat: dict[Any, torch.Tensor] | list[torch.Tensor], key: Any, group: int) -> None:
+            lengths = [prod(shape) for shape in shapes[group].values()]
+            parts = zip(flat[key][: sum(lengths)].split(lengths), gaps[group], strict=True)
+            flat[key] = torch.cat([torch.cat([part, torch.full((gap,), -7.0)]) for part, gap in parts])
+
+        for group in range(len(gaps)):
+            change(state["single_partition_of_fp32_groups"], group, group)
+            for key in ("exp_avg", "exp_avg_sq"):
+                change(state["base_optimizer_state"]["state"][group], key, group)
+        state |= {"group_paddings": [0] * len(gaps), "param_alignment_paddings": gaps}
+
+    change_states(folder, spread)
+
+
+def elastic(folder: Path) -> None:
+    """Write stage 1 or 2 again as with `elastic_checkpoint`: the state of each group without padding, in a list."""
+
+    def change(state: dict[str, Any]) -> None:
+        base = state["base_optimizer_state"]
+        lean = [dict(base["state"].get(number, {})) for number in range(len(base["param_groups"]))]
+        state["base_optimizer_state_step"] = next((each.pop("step") for each in lean if "step" in each), None)
+        for each, padding in zip(lean, state["group_paddings"], strict=True):
+            for key, value in each.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    each[key] = value[: len(value) - padding].clone()
+        state["base_optimizer_state"] = lean
+
+    change_states(folder, change)
+
+
 def write_pipeline(folder: Path) -> None:
     """Two stages of two layers each; the first and the last are one module to DeepSpeed, with a weight in common."""
     weight, biases = torch.randn(3, 3), (torch.randn(3), torch.randn(3))
@@ -120,3 +165,49 @@ def write_pipeline(folder: Path) -> None:
             "checkpoint_parallel_dimensions": {"pp_degree": 2, "tp_degree": 1},
         }
         torch.save(model, tag / f"mp_rank_0{stage}_model_states.pt")
+
+
+PREFIX = "h.deepspeed_moe.experts.deepspeed_experts."
+
+
+def write_experts(folder: Path, data_first: bool) -> dict[str, torch.Tensor]:
+    """Four experts on two of four ranks each, as DeepSpeed writes them in stage 2; returns the weights, stacked."""
+    folder.mkdir()
+    values = {"up.weight": torch.randn(4, 3, 2), "up.bias": torch.randn(4, 3), "frozen": torch.randn(4, 2)}
+    dense = torch.randn(5)
+    for e in range(4):
+        file = folder / f"layer_0_expert_{e}_mp_rank_00_model_states.pt"
+        torch.save({f"{PREFIX}{e}.{name}": value[e].bfloat16() for name, value in values.items()}, file)
+    trained = ["up.weight", "up.bias"]
+    local = {f"{PREFIX}{e}.{name}": values[name].shape[1:] for e in range(2) for name in trained}
+    for rank in range(4):
+        part, place = (rank // 2, rank % 2) if data_first else (rank % 2, rank // 2)
+        experts = torch.cat([values[name][2 * part + e].flatten() for e in range(2) for name in trained])
+        lines = [(dense, 2, rank), (experts, 10, place)]
+        cut = [line[size * at : size * (at + 1)] for line, size, at in lines]
+        padded = [torch.cat([c, torch.zeros(size - len(c))]) for c, (_, size, _) in zip(cut, lines, strict=True)]
+        state = {
+            "zero_stage": 2,
+            "loss_scaler": None,
+            "single_partition_of_fp32_groups": cut,
+            "group_paddings": [len(p) - len(c) for p, c in zip(padded, cut, strict=True)],
+            "partition_count": [4, 2],
+            "base_optimizer_state": {
+                "state": {number: {"step": 3, "exp_avg": p + 1} for number, p in enumerate(padded)},
+                "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "moe": True, "params": [1]}],
+            },
+        }
+        file = folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": state, "ds_config": {}, "ds_version": "0.19.8"}, file)
+    model = {
+        "module": {"d": dense.bfloat16()},
+        "param_shapes": [{"d": torch.Size([5])}, local],
+        "frozen_param_shapes": None,
+        "buffer_names": [],
+        "shared_params": {},
+        "dp_world_size": 4,
+        "ds_config": {"use_data_before_expert_parallelism": data_first},
+    }
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer": None}, folder / "expp_rank_0_mp_rank_00_optim_states.pt")
+    return {"d": dense, **{PREFIX + name: value for name, value in values.items()}}

@@ -222,6 +222,14 @@ def entry(value: Any, key: Any, kind: type[Kind], where: str) -> Kind:
     return found
 
 
+def count_in(value: Any, key: Any, where: str) -> int:
+    """An item of a dict or list that says how many elements or ranks there are."""
+    found = entry(value, key, int, where)
+    if type(found) is not int or found < 0:
+        raise CheckpointFormatError(f"{where}: {key!r} is {found}, which is no count")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class FileTensor:
     """A tensor in the checkpoint's files; `rows` returns the boxes that they have of it."""
@@ -351,15 +359,20 @@ class Contents:
 
 def shapes_of(file: OpenFile) -> list[Shapes]:
     """The shapes of the trained parameters, for each group that shares a flat tensor."""
-    found = file.get("param_shapes", list)
-    for named in found:
-        sound = isinstance(named, dict) and all(isinstance(name, str) for name in named)
-        if not sound or not all(_is_shape(shape) for shape in named.values()):
-            raise CheckpointFormatError(f"{file.where}: param_shapes is not a list of names with shapes")
-    return found
+    return [checked_shapes(named, "param_shapes", file) for named in file.get("param_shapes", list)]
 
 
-def _is_shape(value: Any) -> bool:
+def checked_shapes(named: Any, key: str, file: OpenFile) -> Shapes:
+    """Names with shapes, which a file has under this key."""
+    sound = isinstance(named, dict) and all(isinstance(name, str) for name in named)
+    if not sound or not all(map(is_shape, named.values())):
+        raise CheckpointFormatError(f"{file.where}: {key} has something else than names with shapes")
+    shapes: Shapes = named
+    return shapes
+
+
+def is_shape(value: Any) -> bool:
+    """Whether a value is a list or tuple of counts."""
     return isinstance(value, tuple | list) and all(type(size) is int and size >= 0 for size in value)
 
 

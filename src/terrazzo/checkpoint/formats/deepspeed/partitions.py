@@ -22,6 +22,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from math import prod
 from typing import Any, Final
 
@@ -90,7 +91,7 @@ def _rows_of(placed: Placed, found: Sequence[_Found]) -> list[StoredBox]:
 
 
 def in_one_line(
-    shapes: Iterable[tuple[str, Sequence[int]]], partition: int, paddings: Sequence[int] | None = None
+    shapes: Iterable[tuple[str, Sequence[int]]], partition: int, gaps: Iterable[int] = repeat(0)
 ) -> Iterator[Placed]:
     """Stages 1 and 2: the parameters of a group, in the order of the layout.
 
@@ -101,10 +102,10 @@ def in_one_line(
 
     Args:
         partition: the number of elements of a rank's part, including padding.
-        paddings: the number of unused elements after each parameter.
+        gaps: the number of unused elements after each parameter.
     """
     position = 0
-    for number, (name, shape) in enumerate(shapes):
+    for (name, shape), gap in zip(shapes, gaps, strict=False):
         end = position + prod(shape)
         runs = []
         at = position
@@ -114,7 +115,7 @@ def in_one_line(
             runs.append(Run(rank, at - rank * partition, length))
             at += length
         yield Placed(name, tuple(shape), tuple(runs))
-        position = end + (paddings[number] if paddings is not None else 0)
+        position = end + gap
 
 
 def one_by_one(shapes: Iterable[tuple[str, Sequence[int]]], ranks: int) -> Iterator[Placed]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,10 +22,13 @@ from terrazzo.checkpoint.formats.deepspeed.files import (
     FileTensor,
     OpenFile,
     Shapes,
+    checked_shapes,
+    count_in,
     entry,
     find_files,
     group_of,
     in_file,
+    is_shape,
     layer_files,
     names_by_group,
     shapes_of,
@@ -142,6 +145,9 @@ def _check_ranks(folder: Place, files: Files, model: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------ partitions
 
 
+_ALIGNED: Final = 2  # partitions begin at even elements, so the last may have some that are unused
+
+
 @dataclass(frozen=True)
 class _FlatGroup:
     """Parameters that share flat tensors: their layout, their float32 weights, and their optimizer state."""
@@ -227,25 +233,34 @@ def _cut_in_one_line(
         param_groups = [{**shared_step, "params": [number]} for number in range(len(shapes))]
     else:
         param_groups = entry(base[0], "param_groups", list, optims[0].where)
+    between = first.get("param_alignment_paddings")
     groups = []
     for number, named in enumerate(shapes):
         weights = _flat_tensors("single_partition_of_fp32_groups", number, optims, states)
-        between = first.get("param_alignment_paddings")
-
+        gaps = [0] * len(named) if between is None else entry(between, number, list, optims[0].where)
+        if len(gaps) != len(named) or not is_shape(gaps):
+            raise CheckpointFormatError(
+                f"{optims[0].where}: param_alignment_paddings[{number}] is not a list of {len(named)} counts"
+            )
+        used = sum(map(prod, named.values())) + sum(gaps)
         teams = [range(len(optims))]
         if has_experts(named):
-            same = entry(first["partition_count"], number, int, optims[0].where)
+            same = count_in(first["partition_count"], number, optims[0].where)
             teams = ranks_by_experts(len(optims), same, data_first)
             if not teams:
                 raise CheckpointCorruptError(f"{optims[0].where}: {same} of {len(optims)} ranks have the same experts")
         lines = []
-        for rank in (team[0] for team in teams):
+        for team in teams:
+            rank, unit = team[0], _ALIGNED * len(team)
+            stored = sum([weights[each][1].shape[0] for each in team])
+            if -(-stored // unit) != -(-used // unit):
+                raise CheckpointCorruptError(
+                    f"{optims[rank].where}: the partitions of parameters with {used} elements have {stored}"
+                )
             # If the padding was removed from the weights, it must be added here.
             paddings = states[rank]["group_paddings"] if "zero_stage" in first else {number: 0}
-            length = weights[rank][1].shape[0] + entry(paddings, number, int, optims[rank].where)
-            if sum(map(prod, named.values())) > length * len(optims):
-                raise CheckpointCorruptError(f"{optims[rank].where}: partitions of {length} elements are too short")
-            lines.append(in_one_line(named.items(), length, between[number] if between else None))
+            length = weights[rank][1].shape[0] + count_in(paddings, number, optims[rank].where)
+            lines.append(in_one_line(named.items(), length, gaps))
         placed: Iterable[Placed] = stacked(lines, teams) if has_experts(named) else lines[0]
         kept = tuple(
             entry(part, number, dict, file.where) if elastic else entry(part, "state", dict, file.where).get(number, {})
@@ -304,7 +319,8 @@ def _add_weights(contents: Contents, stage: _Stage, names: Mapping[str, str]) ->
 
 def frozen_tensors(models: Sequence[OpenFile]) -> Iterator[tuple[str, Any]]:
     """The parameters that were not trained: whole in stage 2, a slice of each rank in stage 3."""
-    for name, shape in (models[0].value.get("frozen_param_shapes") or {}).items():
+    key = "frozen_param_shapes"
+    for name, shape in checked_shapes(models[0].value.get(key) or {}, key, models[0]).items():
         stored = [entry(file.get("frozen_param_fragments", dict), name, StoredTensor, file.where) for file in models]
         if tuple(stored[0].shape) == tuple(shape):
             yield name, in_file(models[0], stored[0])
