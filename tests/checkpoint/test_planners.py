@@ -38,8 +38,9 @@ from terrazzo.checkpoint import (
 from terrazzo.checkpoint.default_planner import _flatten_sharded_tensors, flatten_state_dict
 from terrazzo.checkpoint.format_utils import BroadcastingTorchSaveReader
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.checkpoint.plan.flatten import walking
 from terrazzo.checkpoint.planner import LoadItemType, ReadItem
-from terrazzo.errors import CheckpointError, CheckpointException
+from terrazzo.errors import CheckpointError, CheckpointException, UnsupportedValueError
 
 pytestmark = pytest.mark.on_late(elsewhere=True)
 
@@ -474,3 +475,22 @@ def test_a_per_rank_in_a_list_of_plain_values(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"x: a PerRank in a list .* wrap the whole list"):
             save({"x": value}, checkpoint_id=tmp_path)
     save({"x": PerRank([1, 2])}, checkpoint_id=tmp_path)
+
+
+def test_a_state_that_shares_much_is_walked_once_to_say_where_it_contains_itself() -> None:
+    walked = 0
+
+    class Counting(dict[str, Any]):
+        def items(self) -> Any:
+            nonlocal walked
+            walked += 1
+            return super().items()
+
+    wide: Any = torch.ones(1)
+    for _ in range(40):
+        wide = Counting(a=wide, b=[wide, (wide,)])
+    loop: dict[str, Any] = {"wide": wide}
+    loop["again"] = [loop]
+    with pytest.raises(UnsupportedValueError, match=r"\['again', 0\] contains itself"), walking(loop):
+        raise RecursionError
+    assert walked == 40

@@ -79,16 +79,23 @@ def walking(state: Any) -> Iterator[None]:
         ) from error
 
 
-def _endless(state: Any) -> OBJ_PATH | None:
-    """Where a state contains itself, or is deeper than Python can walk."""
-    left: list[tuple[OBJ_PATH, Any, frozenset[int]]] = [((), state, frozenset())]
-    while left:
-        path, value, above = left.pop()
-        if id(value) in above or len(path) > _DEEPEST:
-            return path
-        if isinstance(value, Mapping | list | tuple):
-            items = value.items() if isinstance(value, Mapping) else enumerate(value)
-            left += [((*path, key), item, above | {id(value)}) for key, item in items]
+def _endless(
+    value: Any, path: OBJ_PATH = (), above: frozenset[int] = frozenset(), seen: dict[int, tuple[int, Any]] | None = None
+) -> OBJ_PATH | None:
+    """Where a state contains itself, or is deeper than Python can walk; `seen` has the levels of what was walked."""
+    seen = {} if seen is None else seen
+    if id(value) in above or len(path) > _DEEPEST:
+        return path
+    known, _ = seen.get(id(value), (_DEEPEST + 1, None))
+    if not isinstance(value, Mapping | list | tuple) or known + len(path) <= _DEEPEST:
+        return None
+    levels = 0
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+        found = _endless(item, (*path, key), above | {id(value)}, seen)
+        if found is not None:
+            return found
+        levels = max(levels, seen.get(id(item), (0, None))[0])
+    seen[id(value)] = levels + 1, value
     return None
 
 
