@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Set
 from typing import Any, Final
 
 import msgspec
@@ -41,6 +41,11 @@ class Listing(abc.ABC):
     @abc.abstractmethod
     def entries(self) -> Mapping[str, Listed]:
         """The entry of each name; tensors with equal entries share one object."""
+
+    @property
+    def names(self) -> Set[str]:
+        """All names."""
+        return self.entries.keys()
 
     def entry(self, name: str) -> Listed | None:
         """The entry of a name; None if the checkpoint has no such value."""

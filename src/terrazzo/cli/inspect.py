@@ -176,8 +176,8 @@ def diff(
         def wanted(name: str) -> bool:
             return name == only or (name != MANAGERS_RECORD and fnmatchcase(name, only))
 
-        if only != "*" and not any(map(wanted, (*a.entries, *b.entries))):
-            raise typer.BadParameter(shown(f"no name matches {only!r}{_hint(only, a.entries)}"))
+        if only != "*" and not any(map(wanted, a.names | b.names)):
+            raise typer.BadParameter(shown(f"no name matches {only!r}{_hint(only, a.names)}"))
         found: list[Any] = []
         if not _known_to_be_equal(a, b, wanted):
             from terrazzo.checkpoint.tools.compare import by_module, compare  # imports PyTorch, to read values
@@ -208,10 +208,12 @@ def diff(
 
 def _known_to_be_equal(one: Listing, other: Listing, wanted: Callable[[str], bool]) -> bool:
     """Whether checksums say that two checkpoints had the same values when they were saved."""
-    names = set(filter(wanted, one.entries))
-    if names != set(filter(wanted, other.entries)):
-        return False
     mine, others = one.digests(), other.digests()
+    if mine == others and mine.keys() == one.names == other.names:
+        return True
+    names = set(filter(wanted, one.names))
+    if names != set(filter(wanted, other.names)):
+        return False
     return all(name in mine and mine[name] == others.get(name) for name in names)
 
 

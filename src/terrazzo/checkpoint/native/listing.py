@@ -6,7 +6,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from math import prod
 from typing import Any, Final
@@ -57,6 +57,10 @@ class NativeListing(Listing):
             found[tensor.name] = entry
         found.update((value.name, _OBJECT) for value in manifest.head.objects)
         return found
+
+    @property
+    def names(self) -> Set[str]:
+        return self.manifest.names.keys()
 
     def entry(self, name: str) -> Listed | None:
         kind = self.manifest.names.get(name)
