@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 import traceback
+from collections import OrderedDict, UserDict
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ from terrazzo.checkpoint import (
 from terrazzo.checkpoint.plan.sharded import ChunkedTensor, ShardViews
 from terrazzo.checkpoint.run.background import background_of
 from terrazzo.checkpoint.run.staging import put_together, take_apart
-from terrazzo.errors import CheckpointError, UnsupportedValueError
+from terrazzo.errors import CheckpointError, CheckpointException, UnsupportedValueError
 from terrazzo.layout.box import Box
 
 pytestmark = pytest.mark.on_late(elsewhere=True, both=True)
@@ -269,6 +271,17 @@ def two_groups_one_stager(path: str) -> list[float]:
 
 def test_a_stager_that_keeps_its_memory_serves_two_groups(tmp_path: Path) -> None:
     assert run_ranks(2, two_groups_one_stager, str(tmp_path)) == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
+def test_mappings_are_saved_in_the_background_as_save_has_them(tmp_path: Path) -> None:
+    state = {"empty": OrderedDict(), "view": MappingProxyType({"w": torch.ones(2)}), "of": UserDict(x=OrderedDict())}
+    save(state, checkpoint_id=tmp_path / "a")
+    async_save(state, checkpoint_id=tmp_path / "b").result(30)
+    for name in "ab":
+        found = Checkpoint(tmp_path / name)
+        assert type(found["empty"]) is type(found["of.x"]) is OrderedDict and found["view.w"][...].eq(1).all()
+    with pytest.raises(CheckpointException, match=r"it\.lock: the value cannot be copied"):
+        async_save({"it": {"lock": threading.Lock()}}, checkpoint_id=tmp_path / "c").result(30)
 
 
 def test_what_save_refuses_async_save_refuses_too(tmp_path: Path) -> None:

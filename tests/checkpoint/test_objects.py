@@ -107,6 +107,27 @@ def test_torch_and_numpy_values() -> None:
     assert decode(encode(torch.__version__)) == str(torch.__version__)
 
 
+FIELDS = np.zeros(2, dtype=[("a", "i4")])
+LOSING = (
+    FIELDS,
+    FIELDS[0],
+    FIELDS.view(np.recarray),
+    np.ma.masked_array([1, 2], [0, 1]),
+    np.bytes_(b"a\0"),
+    np.str_("\0"),
+)
+
+
+def test_what_numpys_text_of_a_dtype_does_not_say_is_refused() -> None:
+    texts = [np.array(["long " * 20], dtype=np.dtypes.StringDType())] if hasattr(np.dtypes, "StringDType") else []
+    for value in (*LOSING, np.matrix([1]), *texts):
+        with pytest.raises(UnsupportedValueError, match=r"numpy\..* of dtype "):
+            encode(value)
+    for kept in (np.array(b"\0", dtype="V1"), np.array(["a", ""]), np.bytes_(b"\0a"), np.datetime64("2020", "D")):
+        found = decode(encode(kept))
+        assert type(found) is type(kept) and found.dtype == kept.dtype and np.array_equal(found, kept)
+
+
 def test_what_has_no_typed_form_is_refused_with_its_place() -> None:
     for value in (object(), lambda: 0, np.array([object()]), {"a": [1, {2: object}]}):
         with pytest.raises(UnsupportedValueError):

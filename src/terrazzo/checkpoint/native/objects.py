@@ -180,21 +180,31 @@ def _pack(value: Any, allow_pickle: bool, path: tuple[Any, ...]) -> Any:
         parts = _of_torch().parts_of(value)
         if parts is not None:
             return _record(*parts)
-    if isinstance(value, np.generic):
+    ends_in_zero = isinstance(value, bytes | str) and value[-1:] in (b"\0", "\0")  # which NumPy takes for padding
+    if isinstance(value, np.generic) and _is_plain(value.dtype) and not ends_in_zero:
         return _record(NUMPY_SCALAR, [value.dtype.str, value.tobytes()])
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+    if kind in (np.ndarray, np.memmap) and _is_plain(value.dtype):
         return _record(NUMPY_ARRAY, [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()])
     if allow_pickle:
         return _Ext(PICKLE, pickle.dumps(value))
     where = "".join(f"[{part!r}]" for part in path)
+    of = f" of dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else ""
     raise UnsupportedValueError(
-        f"{where or 'the value'} is a {kind.__module__}.{kind.__qualname__}, which has no typed form; store its plain "
-        "parts (numbers, strings, lists, dicts, tensors), or pass planner=DefaultSavePlanner(allow_pickle=True)"
+        f"{where or 'the value'} is a {kind.__module__}.{kind.__qualname__}{of}, which has no typed form; store its "
+        "plain parts (numbers, strings, lists, dicts, tensors), or pass planner=DefaultSavePlanner(allow_pickle=True)"
     )
 
 
 def _record(code: int, payload: Any) -> Any:
     return _Ext(code, _encode_plain(payload))
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    """Whether its text says all of a dtype: not the fields of a structured one, nor where variable strings lie."""
+    try:
+        return not dtype.hasobject and np.dtype(dtype.str) == dtype
+    except TypeError:
+        return False
 
 
 def _pairs(value: dict[Any, Any], allow_pickle: bool, path: tuple[Any, ...]) -> list[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -312,7 +312,7 @@ def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[S
 
     def leaf(path: tuple[Any, ...], value: Any) -> Any:
         if is_sharded(value):
-            name = str(path[0]) if len(path) == 1 else ".".join(map(str, path))
+            name = _name_of(path)
             only = viewer.only_chunk(name, value)
             if only is not None:
                 size, box, local, holders = only
@@ -326,7 +326,10 @@ def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[S
             return TensorSlot(keep(value.detach()))
         if type_check:
             _explained(path, partial(encode, value))
-        return deepcopy(value)
+        try:
+            return deepcopy(value)
+        except Exception as error:  # of whatever class the value is
+            raise UnsupportedValueError(f"{_name_of(path)}: the value cannot be copied ({error})") from error
 
     with torch.no_grad(), walking(state_dict):
         skeleton.values = _walk((), state_dict, leaf)
@@ -350,8 +353,8 @@ _LEAVES: Final = (torch.Tensor, TensorSlot, StagedTensor)  # most values are, so
 
 
 def _walk(path: tuple[Any, ...], value: Any, leaf: Callable[[tuple[Any, ...], Any], Any]) -> Any:
-    """The value with `leaf` applied to everything that is not a dict, list or tuple."""
-    if isinstance(value, dict):
+    """The value with `leaf` applied to everything that is not a mapping, list or tuple, or is an empty mapping."""
+    if isinstance(value, Mapping) and (value or not path):
         return {
             key: leaf((*path, key), item) if isinstance(item, _LEAVES) else _walk((*path, key), item, leaf)
             for key, item in value.items()
@@ -369,7 +372,11 @@ def _explained(path: tuple[Any, ...], check: Callable[[], object]) -> None:
     try:
         check()
     except UnsupportedValueError as error:
-        raise UnsupportedValueError(f"{'.'.join(map(str, path))}: {error}") from error
+        raise UnsupportedValueError(f"{_name_of(path)}: {error}") from error
+
+
+def _name_of(path: tuple[Any, ...]) -> str:
+    return str(path[0]) if len(path) == 1 else ".".join(map(str, path))
 
 
 @dataclass(slots=True)
