@@ -7,15 +7,18 @@ and would then leave the other ranks waiting.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ranks import run_ranks
 from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from terrazzo.tensor.dispatch.keys import forget
 
 Case = tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...] | None]
 """A function of one or two tensors, and their shapes."""
@@ -142,3 +145,36 @@ def normalised_without_eps() -> None:
 
 def test_parameters_of_normalisation_without_eps():
     run_ranks(4, normalised_without_eps)
+
+
+# ------------------------------------------------------------------ what a plan tries
+
+
+def recomputed(keeps: Any) -> None:
+    """The first call of a function tries it on other tensors; what is recomputed is the program's calls alone."""
+    mesh = init_device_mesh("cpu", (4,))
+    x, w = torch.randn(5, 8, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)
+
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(torch.tanh(x @ w) @ w.mT).softmax(-1).sum(0).exp()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+    how = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if keeps else {}
+    for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
+        forget()
+        plain = [t.clone().requires_grad_() for t in (x, w)]
+        block(*plain).sum().backward()
+        mine = [distribute_tensor(t, mesh, p).requires_grad_() for t, p in ((x, placements), (w, [Replicate()]))]
+        checkpoint(block, *mine, use_reentrant=False, **how).sum().backward()
+        for m, p in zip(mine, plain, strict=True):
+            torch.testing.assert_close(m.grad.full_tensor(), p.grad)
+
+
+_KEPT = (torch.ops.aten.mm.default, torch.ops.aten._softmax.default, torch.ops.aten.sum.dim_IntList)
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["all", "selective"])
+def test_a_first_call_in_activation_checkpointing(keeps):
+    run_ranks(4, recomputed, keeps)

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -151,15 +151,24 @@ def under_fake_tensors() -> bool:
     return fake_mode() is not None
 
 
-_WITHOUT = "strides are asked of meta tensors, which no mode should see"
-_without_dispatch: Any = private("torch._C._DisableTorchDispatch", _WITHOUT)
-_without_functions: Any = private("torch._C.DisableTorchFunction", _WITHOUT)
+_UNSEEN = "what a plan tries on stand-ins is not part of the program"
+_without_dispatch_modes: Any = private("torch.utils._python_dispatch._disable_current_modes", _UNSEEN)
+_without_function_mode: Any = private("torch.overrides._pop_mode_temporarily", _UNSEEN)
+_function_modes: Callable[[], int] = private("torch._C._len_torch_function_stack", _UNSEEN)
 
 
 @contextmanager
-def unseen_by_modes() -> Iterator[None]:
-    """A block in which no mode sees what is computed on plain tensors."""
-    with _without_dispatch(), _without_functions():
+def unseen() -> Iterator[None]:
+    """A block of which no mode and no hook of saved tensors knows: the program does not have what is computed here.
+
+    Subclasses still have their own operations. Activation checkpointing counts what is saved, and a selective one keeps
+    results by their numbers, so both would take what is tried for results of the program.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_without_dispatch_modes())
+        for _ in range(_function_modes()):
+            stack.enter_context(_without_function_mode())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
         yield
 
 

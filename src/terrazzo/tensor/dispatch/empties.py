@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from terrazzo._torch.dispatching import unseen_by_modes
+from terrazzo._torch.dispatching import unseen
 from terrazzo.layout import Layout, coordinates_of_all_shapes, leaves_a_rank_empty
 from terrazzo.tensor.dispatch.planner import CallPlan, OperandPlan
 from terrazzo.tensor.dispatch.spec import LocalFunction, Spec
@@ -66,7 +66,7 @@ def _works(
         differentiable = not written and (local.is_floating_point() or local.is_complex())
         probes.append(probe.requires_grad_(differentiable))
     try:
-        with torch.enable_grad():
+        with unseen(), torch.enable_grad():
             result = on_stand_ins(func, loc, kw, [o.path for o in plan.operands], probes)
             outs: list[torch.Tensor] = []
             map_tensors(result, outs.append)
@@ -155,7 +155,7 @@ def _global_strides(
     found: list[torch.Tensor] = []
     given = [get_at(loc, kw, o.path) for o in operands]
     try:
-        with unseen_by_modes(), torch.no_grad():
+        with unseen(), torch.no_grad():
             whole = [
                 _meta(t, o.dst.shape, strides_in_memory(t, o.dst.shape)) for t, o in zip(given, operands, strict=True)
             ]

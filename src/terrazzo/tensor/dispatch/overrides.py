@@ -23,6 +23,7 @@ from terrazzo._torch.dispatching import (
     TorchDispatchMode,
     is_composite,
     thread_state_before_dispatch,
+    unseen,
     without_autocast,
     without_subclass_functions,
 )
@@ -58,7 +59,7 @@ def leads_to_override(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     seen = _Operators()
     meta_args, meta_kwargs = map_tensors(list(args), on_meta), map_tensors(dict(kwargs), on_meta)
     try:
-        with torch.no_grad(), seen:
+        with unseen(), torch.no_grad(), seen:
             func(*meta_args, **meta_kwargs)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return False  # it needs data; its parts come here again, operator by operator

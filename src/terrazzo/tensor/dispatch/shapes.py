@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from terrazzo._torch.dispatching import unseen_by_modes
 from terrazzo.errors import DTensorArgumentError, DTensorError
 from terrazzo.tensor.dispatch.spec import Call
 from terrazzo.tensor.dispatch.structure import get_at, on_stand_ins
@@ -68,8 +67,7 @@ def of_tensors_without_data(call: Call, tensors: Sequence[torch.Tensor] | None =
     """What the function makes of these in place of its operands, by default meta tensors; raises its own errors."""
     if tensors is None:
         tensors = [torch.empty(o.shape, device="meta") for o in call.operands]
-    with unseen_by_modes():
-        return on_stand_ins(call.func, call.args, call.kwargs, [o.path for o in call.operands], tensors)
+    return on_stand_ins(call.func, call.args, call.kwargs, [o.path for o in call.operands], tensors)
 
 
 def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:

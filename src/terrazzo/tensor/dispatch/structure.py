@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from terrazzo._torch.dispatching import unseen
+
 
 def map_tensors(value: Any, make: Callable[[torch.Tensor], Any]) -> Any:
     """The same tree with `make(tensor)` in place of each tensor.
@@ -50,7 +52,8 @@ def on_one_element(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
         make = torch.ones if t.is_floating_point() else torch.zeros
         return make((1,) * t.ndim, dtype=t.dtype, device=t.device)
 
-    return func(*map_tensors(list(args), one), **map_tensors(dict(kwargs), one))
+    with unseen():
+        return func(*map_tensors(list(args), one), **map_tensors(dict(kwargs), one))
 
 
 def on_stand_ins(
@@ -64,7 +67,8 @@ def on_stand_ins(
     args, kwargs = list(loc), dict(kw)
     for path, stand_in in zip(paths, stand_ins, strict=True):
         put_at(args, kwargs, path, stand_in)
-    return func(*args, **kwargs)
+    with unseen():
+        return func(*args, **kwargs)
 
 
 def get_at(args: Sequence[Any], kwargs: Any, path: tuple[Any, ...]) -> Any:

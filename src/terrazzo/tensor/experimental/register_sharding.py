@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, writes_arguments
+from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, unseen, writes_arguments
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Partial, Placement, Replicate
 from terrazzo.layout.placement import _StridedShard
@@ -264,7 +264,7 @@ def _paths(value: Any, path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 def _output_shapes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[int, ...]]:
     meta_args, meta_kwargs = map_tensors(list(args), on_meta), map_tensors(dict(kwargs), on_meta)
     try:
-        with torch.no_grad():
+        with unseen(), torch.no_grad():
             result = op(*meta_args, **meta_kwargs)
     except NotImplementedError as error:
         raise DTensorError(
