@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.fsdp as theirs
 
 from ranks import run_ranks
-from terrazzo.checkpoint import Checkpoint, load, save
+from terrazzo.checkpoint import Checkpoint, CheckpointManager, load, save
+from terrazzo.engine import initialize
 from terrazzo.errors import (
+    CheckpointException,
     CheckpointMismatchError,
     CheckpointNameError,
+    CheckpointNotFoundError,
+    CommError,
     DTensorTypeError,
+    EngineConfigError,
     FSDPTypeError,
     UnsupportedValueError,
 )
@@ -36,6 +43,21 @@ def check_meshes_and_placements() -> None:
             call()
     with pytest.raises(FSDPTypeError, match="mesh is a DeviceMesh, not 'cpu'"):
         fully_shard(torch.nn.Linear(2, 2), mesh="cpu")
+    for options, said in (
+        ({"mp_policy": torch.bfloat16}, r"write MixedPrecisionPolicy\(param_dtype=torch.bfloat16\)"),
+        ({"mp_policy": None}, "mp_policy is a MixedPrecisionPolicy, not None"),
+        ({"offload_policy": True}, r"offload_policy is an OffloadPolicy, not True: write CPUOffloadPolicy\(\)"),
+    ):
+        with pytest.raises(FSDPTypeError, match=said):
+            fully_shard(torch.nn.Linear(2, 2), mesh=mesh, **options)  # type: ignore[call-overload]
+    for options in ({}, {"offload_policy": theirs.OffloadPolicy()}, {"mp_policy": theirs.MixedPrecisionPolicy()}):
+        fully_shard(torch.nn.Linear(2, 2), mesh=mesh, **options)  # type: ignore[call-overload]
+    for device, shape, said in (
+        ("gpu", (1,), "there is no type of devices 'gpu': write 'cpu'"),
+        ("cpu", 1, r"a mesh's shape is a tuple of how many ranks each dim has, as \(4,\) or \(2, 4\), not 1"),
+    ):
+        with pytest.raises(CommError, match=said):
+            init_device_mesh(device, shape)  # type: ignore[arg-type]
     for call in (
         lambda: distribute_tensor(x, mesh, Shard(0)),
         lambda: distribute_tensor(x, mesh, [Shard(0)]).redistribute(mesh, Shard(0)),
@@ -54,6 +76,35 @@ def check_meshes_and_placements() -> None:
 
 def test_meshes_and_placements() -> None:
     run_ranks(1, check_meshes_and_placements)
+
+
+def test_a_checkpoint_is_not_the_folder_of_a_run(tmp_path: Path) -> None:
+    """No step would be found in it, and training would begin anew."""
+    save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "run" / "global_step8")
+    where = tmp_path / "run" / "global_step8"
+    with pytest.raises(CheckpointException, match=f"{where} is a checkpoint itself, and not the folder of a run"):
+        CheckpointManager(where)
+    optimizer = {"type": "SGD", "params": {"lr": 1.0}}
+    engine = initialize(torch.nn.Linear(2, 2), config={"train_batch_size": 1, "optimizer": optimizer})
+    with pytest.raises(CheckpointException, match=f"{where} is a checkpoint itself, and not the folder of a run"):
+        engine.load_checkpoint(where)
+
+
+def test_a_config_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"train_batch_size": 2,,}')
+    for config, said in (
+        ([1], "a config is a dict, JSON or the path of a file, not list"),
+        (tmp_path / "confg.json", "No such file or directory; did you mean config.json?"),
+        (tmp_path / "config.json", f"not valid JSON in {tmp_path}/config.json: "),
+    ):
+        with pytest.raises(EngineConfigError, match=re.escape(said)):
+            initialize(torch.nn.Linear(2, 2), config=config)  # type: ignore[arg-type]
+
+
+def test_a_file_of_no_format_shows_its_beginning(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(CheckpointNotFoundError, match="the file begins with b'version https://git-lfs"):
+        Checkpoint(tmp_path / "model.safetensors")
 
 
 def test_an_error_is_one_line_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from inspect import signature
 from signal import Signals
 from typing import Any, Final
@@ -18,8 +18,24 @@ def meant(name: str, known: Collection[str], otherwise: str = "") -> str:
     >>> meant("bf_16", ["bf16", "fp16"])
     '; did you mean bf16?'
     """
-    close = get_close_matches(name, known, 1) if len(known) <= _MANY else []
+    found = get_close_matches(name, known, 3) if len(known) <= _MANY else []
+    close = [each for each in found if _differs_little(name, each)]
     return f"; did you mean {close[0]}?" if close else otherwise
+
+
+def _differs_little(name: str, other: str) -> bool:
+    """Whether the components that dotted names do not share are similar: most of long names is shared by many.
+
+    >>> _differs_little("model.layers.3.wieght", "model.layers.3.weight"), _differs_little("layers.w", "model.layers.w")
+    (True, True)
+    >>> _differs_little("model.layers.3.weight", "model.layers.3.bias")
+    False
+    """
+    rest, others = name.split("."), other.split(".")
+    for end in (0, -1):
+        while rest and others and rest[end] == others[end]:
+            del rest[end], others[end]
+    return not rest or not others or SequenceMatcher(None, ".".join(rest), ".".join(others)).ratio() >= 0.6
 
 
 def meant_beside(path: str | os.PathLike[str]) -> str:

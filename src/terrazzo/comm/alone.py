@@ -1,4 +1,4 @@
-"""The process group that a program gets that has initialised none: of all ranks, or of its one process.
+"""The process group of a program that has not initialised one: of all ranks, or of its one process.
 
 A process that a launcher started may be one of several, so it joins the others, or fails. One that was started by
 `python` or in a notebook becomes a group of one rank, so that a program is the same on one rank and on many.
@@ -65,6 +65,16 @@ def init_device_mesh(
         mesh_dim_names: A name for each mesh dim.
         backend_override: The backend of a mesh dim, or its options, or both, by its index or name.
     """
+    if not isinstance(mesh_shape, tuple | list) or not all(hasattr(size, "__index__") for size in mesh_shape):
+        raise CommError(
+            f"a mesh's shape is a tuple of how many ranks each dim has, as (4,) or (2, 4), not {mesh_shape!r}"
+        )
+    try:
+        torch.device(device_type)
+    except (RuntimeError, TypeError) as error:
+        found = accelerator()
+        there = "'cpu', or the type of an accelerator as 'cuda'" if found is None else f"'cpu' or {found.type!r}"
+        raise CommError(f"there is no type of devices {device_type!r}: write {there}") from error
     if not dist.is_initialized() and not is_launched():
         ranks = math.prod(mesh_shape)
         if ranks != 1:

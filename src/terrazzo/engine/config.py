@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from terrazzo._meant import meant_beside
 from terrazzo.engine.checked import convert
 from terrazzo.engine.deepspeed_keys import KEYS
 from terrazzo.engine.translate import Ignored, translate
@@ -331,34 +332,40 @@ def as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, 
     """
     if isinstance(config, Mapping):
         return dict(config)
-    text = os.fspath(config)
+    if not isinstance(config, str | os.PathLike):
+        raise EngineConfigError(f"config: a config is a dict, JSON or the path of a file, not {type(config).__name__}")
+    path = os.fspath(config)
+    is_json = path.lstrip().startswith("{")
+    where = "" if is_json else f" in {path}"
     try:
-        text = text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8")
+        text = path if is_json else Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise EngineConfigError(f"config: {text!r} is neither JSON nor a readable file: {error}") from error
+        raise EngineConfigError(
+            f"config: {path!r} is neither JSON nor a readable file: {error.strerror}{meant_beside(path)}"
+        ) from error
     except ValueError as error:
-        raise EngineConfigError(f"config: not valid JSON: {error}") from error
+        raise EngineConfigError(f"config: not valid JSON{where}: {error}") from error
     try:
         loaded = json.loads(_COMMENT.sub(lambda found: found["text"] or " ", text), object_pairs_hook=_each_once)
     except EngineConfigError:
         raise
     except (ValueError, RecursionError) as error:
-        loaded = _from_hjson(text, error)
+        loaded = _from_hjson(text, where, error)
     if not isinstance(loaded, dict):
-        raise EngineConfigError(f"config: the JSON must be an object, not a {type(loaded).__name__}")
+        raise EngineConfigError(f"config: the JSON{where} must be an object, not a {type(loaded).__name__}")
     return loaded
 
 
-def _from_hjson(text: str, error: Exception) -> Any:
+def _from_hjson(text: str, where: str, error: Exception) -> Any:
     """What HJSON says: JSON with fewer quotes and commas; `error` is why it is not JSON."""
     try:
         import hjson
     except ImportError:
-        raise EngineConfigError(f"config: not valid JSON: {error}; HJSON needs the package hjson") from error
+        raise EngineConfigError(f"config: not valid JSON{where}: {error}; HJSON needs the package hjson") from error
     try:
         return hjson.loads(text, object_pairs_hook=_each_once)
     except (hjson.HjsonDecodeError, RecursionError):
-        raise EngineConfigError(f"config: not valid JSON: {error}") from error
+        raise EngineConfigError(f"config: not valid JSON{where}: {error}") from error
 
 
 def _check(config: EngineConfig) -> None:

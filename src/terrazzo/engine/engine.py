@@ -470,7 +470,8 @@ class Engine(Shown):
         mark("loading")
         path = find_to_load(load_dir, tag)
         if path is None:
-            LOGGER.warning("nothing loaded: %s has no file `latest`, and no tag was given", load_dir)
+            if dist.get_rank() == 0:
+                LOGGER.warning("nothing loaded: there is no checkpoint in %s yet (no file `latest`)", load_dir)
             return None, {}
         client_state = load_engine(
             self,

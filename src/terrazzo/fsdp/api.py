@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo._torch.autograd import accumulation_hooks, gradient_hooks
 from terrazzo._torch.modules import buffers_of, register_as_fully_sharded
 from terrazzo._torch.tensors import same_kind_of_storage
-from terrazzo.errors import FSDPValueError
+from terrazzo.errors import FSDPTypeError, FSDPValueError
 from terrazzo.fsdp.group import ATTRIBUTE, Group, group_of
 from terrazzo.fsdp.meshes import DataMesh, DataParallelMeshDims
 from terrazzo.fsdp.misuse import remark_on_hooks, watch_optimizers
@@ -101,6 +101,7 @@ def fully_shard(
     """
     modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else list(module)
     _check_arguments(modules, reshard_after_forward)
+    _check_policies(mp_policy, offload_policy)
     if not isinstance(offload_policy, OffloadPolicy) and hasattr(offload_policy, "pin_memory"):  # PyTorch's class
         offload_policy = CPUOffloadPolicy(offload_policy.pin_memory)
     data = DataMesh.of(mesh, dp_mesh_dims)
@@ -156,6 +157,23 @@ def _check_arguments(modules: list[nn.Module], reshard_after_forward: Any) -> No
         raise FSDPValueError(
             f"reshard_after_forward must be True, False, None or a number of ranks, not {reshard_after_forward!r}"
         )
+
+
+def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
+    """PyTorch's classes will do."""
+    if not hasattr(mp_policy, "param_dtype"):
+        write = f"MixedPrecisionPolicy(param_dtype={mp_policy})" if isinstance(mp_policy, torch.dtype) else ""
+        raise FSDPTypeError(
+            f"fully_shard's mp_policy is a MixedPrecisionPolicy, not {mp_policy!r}{write and ': write ' + write}"
+        )
+    if not isinstance(offload_policy, OffloadPolicy) and type(offload_policy).__name__ not in _OFFLOADS:
+        raise FSDPTypeError(
+            f"fully_shard's offload_policy is an OffloadPolicy, not {offload_policy!r}: write CPUOffloadPolicy() to "
+            "keep parameters on the CPU, or leave it out"
+        )
+
+
+_OFFLOADS = ("OffloadPolicy", "CPUOffloadPolicy")
 
 
 def _move_buffers(modules: list[nn.Module], device: torch.device) -> None:

@@ -239,8 +239,8 @@ def _canonical_order(
 def _checked(mesh: Any, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[Placement, ...]:
     if len(placements) != len(mesh.shape):
         raise PlacementsError(
-            f"{len(placements)} placements {list(placements)} for a mesh of shape {tuple(mesh.shape)}: placements must "
-            f"have the same length as the mesh has dims, here {len(mesh.shape)}: one for each"
+            f"{len(placements)} placements {list(placements)} for a mesh of shape {tuple(mesh.shape)}: the list must "
+            f"have the same length as the mesh's shape, {len(mesh.shape)}: one for each of its dims"
         )
     result: list[Placement] = []
     for p in placements:

@@ -67,8 +67,8 @@ def all_ranks(ranks: int) -> Iterator[AllRanks]:
     Args:
         ranks: How many.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1, not {ranks}")
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"ranks must be at least 1, not {ranks!r}")
     world = AllRanks(Ranks(ranks, make_group))
     try:
         yield world

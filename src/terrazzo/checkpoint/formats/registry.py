@@ -39,6 +39,7 @@ _formats: dict[str, Format | str] = {
 GROUP: Final = "terrazzo.formats"
 
 
+_BEGINNING: Final = 24  # bytes of a file that an error shows
 _asked = False
 
 
@@ -153,6 +154,14 @@ def located(path: str | os.PathLike[str] | Place | Store) -> tuple[Format, Place
     if found is not None:
         return found
     _check_there(place)
+    if place.is_file():
+        start, _ = place.start(_BEGINNING)
+        what = (
+            f"begins with {start!r}, as a file of no format that is known ({', '.join(names())})"
+            if start
+            else "is empty"
+        )
+        raise CheckpointNotFoundError(f"there is no checkpoint at {place}: the file {what}")
     named_by_latest(place)  # raises if `latest` is the cause
     raise CheckpointNotFoundError(
         f"there is no committed checkpoint at {place}: it has neither a {MANIFEST} nor files of another known format"
@@ -161,17 +170,27 @@ def located(path: str | os.PathLike[str] | Place | Store) -> tuple[Format, Place
 
 
 def _nested(place: Place) -> str:
-    """The end of an error message: which checkpoints a folder holds that is none, among its last 20 names."""
-    found: list[str] = []
-    with suppress(TerrazzoError, OSError):  # a file, or a folder that cannot be listed: the first error says enough
-        for name in sorted(place.names(), key=lambda name: (len(name), name))[:-21:-1]:
+    """The end of an error message: which checkpoints are in a folder that is none, or in its folders. Of each level the
+    last 20 names are looked at; at a URL, where each look is a request, of the first level only."""
+    found, below = list[Place](), [place]
+    for _ in range(1 if place.local is None else 3):
+        folders, below = below, []
+        for folder in folders:
+            with suppress(TerrazzoError, OSError):  # a file, or a folder that cannot be listed
+                names = sorted(folder.names(), key=lambda name: (len(name), name), reverse=True)
+                below += [folder / name for name in names]
+        del below[20:]
+        for each in below:
             with suppress(TerrazzoError, OSError):
-                if find(place / name) is not None:
-                    found.append(name)
+                if find(each) is not None:
+                    found.append(each)
+        if found:
+            break
     if not found:
         return ""
-    several = "" if len(found) == 1 else f" (also {', '.join(found[1:4])}{', ...' if len(found) > 4 else ''})"
-    return f"; but there is one at {place / found[0]}{several}"
+    others = [each.name for each in found[1:]]
+    several = f" (also {', '.join(others[:3])}{', ...' if others[3:] else ''})" if others else ""
+    return f"; but there is one at {found[0]}{several}"
 
 
 def _check_there(place: Place) -> None:

@@ -19,7 +19,7 @@ from typing import Final
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.stores import Place
 from terrazzo.checkpoint.stores.base import ABSENT, Store
-from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, ConflictError
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointManagerError, ConflictError
 
 # Files that name the folder, beside them, of the last checkpoint; and of the last that DeepSpeed made universal.
 LATEST: Final = ("latest", "latest_universal")
@@ -84,6 +84,15 @@ def named_by_latest(folder: Place, names: Sequence[str] = LATEST) -> list[Place]
         folders = [folder / tag for tag in tags]
         found.append(next((place for place in folders if place.is_dir()), folders[0]) if tags[1:] else folders[0])
     return found
+
+
+def check_is_no_checkpoint(folder: Place) -> None:
+    """Raise if a folder that should hold the checkpoints of a run is one itself: none would be found in it."""
+    if (folder / MANIFEST).is_file():
+        raise CheckpointManagerError(
+            f"{folder} is a checkpoint itself, and not the folder of a run with its checkpoints: name the folder that "
+            "it is in, or read it by load(state, checkpoint_id=...)"
+        )
 
 
 # ------------------------------------------------------------------ the file by which other programs recognise one

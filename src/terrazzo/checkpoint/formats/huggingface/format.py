@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from terrazzo._meant import meant
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.huggingface.layout import SUFFIX, About, files_of, is_checkpoint, lay_out
@@ -305,7 +306,9 @@ class WeightsSource(Source):
         entries = self.metadata.state_dict_metadata
         chosen = {name: entry for name, entry in entries.items() if name.startswith(self._prefix)}
         if not chosen:
-            raise CheckpointMismatchError(f"no name of the checkpoint begins with {self._prefix!r}")
+            tops = sorted({name.rpartition(".")[0] for name in entries} | {name.partition(".")[0] for name in entries})
+            close = meant(self._prefix.rstrip("."), tops)
+            raise CheckpointMismatchError(f"no name of the checkpoint begins with {self._prefix!r}{close}")
         others = [name for name, entry in chosen.items() if not isinstance(entry, TensorStorageMetadata)]
         if others:
             tops = sorted({name.partition(".")[0] for name in entries} - {name.partition(".")[0] for name in others})
