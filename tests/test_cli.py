@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -275,10 +276,34 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = run("doctor")
     assert shown.exit_code == 1 and "-> raise it before training: ulimit -n 5000" in shown.output
     assert "-> ranks of several hosts find each other by name" in shown.output and "no such interface" in shown.output
-    assert shown.output.splitlines()[-1].split(" to mend")[0].startswith(("4 of", "5 of"))  # /dev/shm may be small
+    assert "-> raise it before training: ulimit -u 5000" in shown.output
+    found = int(shown.output.splitlines()[-1].split(" of ")[0])
+    assert found == sum(line.startswith("!") for line in shown.output.splitlines()) >= 5
     assert "TERRAZZO_INSTALL    set: no effect" in shown.output and "-> install terrazzo with pip" in shown.output
     monkeypatch.setattr("sys.meta_path", [type("WithTorch", (), {})(), *sys.meta_path])
     assert "TERRAZZO_INSTALL    set: programs that import PyTorch's names get terrazzo's" in run("doctor").output
+
+
+def test_doctor_on_a_machine_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only root can raise, a port that is taken, a folder that is a file, one for which nothing is set up."""
+    monkeypatch.setattr("resource.getrlimit", lambda which: (100, 100))
+    monkeypatch.setattr("tempfile.gettempdir", _no_folder)
+    (tmp_path / "file").touch()
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setattr("terrazzo.cli.doctor._PORT", taken.getsockname()[1])
+        shown = run("doctor", str(tmp_path / "file"), str(tmp_path / "new" / "run"), "--json")
+    mend = {each["check"]: each["mend"] for each in json.loads(shown.stdout)}
+    assert shown.exit_code == 1
+    assert mend["open files"].startswith("only root can raise it above 100") and "nproc=" in mend["processes"]
+    assert "--standalone" in mend["torchrun's port"] and "set TMPDIR" in mend["temporary files"]
+    assert "name a folder in which this user can write" in mend[str(tmp_path / "file")]
+    assert mend[str(tmp_path / "new" / "run")] == "" and os.listdir(tmp_path) == ["file"]
+
+
+def _no_folder() -> str:
+    raise FileNotFoundError("no usable temporary directory")
 
 
 def _fails(*_: object) -> None:

@@ -34,7 +34,7 @@ class _Commands(LazyGroup):
         "top": Lazy("terrazzo.cli.top:top", "RUN", "a run live: step, loss, speed, saves, restarts"),
         "deepspeed": Lazy("terrazzo.cli.deepspeed:deepspeed", "SCRIPT ...", "as DeepSpeed's command does", True),
         "run": Lazy("terrazzo.cli.run:run", "SCRIPT ...", "a script that imports PyTorch's names, on terrazzo's", True),
-        "doctor": Lazy("terrazzo.cli.doctor:doctor", "", "check this installation and this machine"),
+        "doctor": Lazy("terrazzo.cli.doctor:doctor", "[FOLDER ...]", "check this installation and this machine"),
         "demo": Lazy("terrazzo.cli.demo:demo", "", "watch a run survive a crash, in about a minute"),
     }
 

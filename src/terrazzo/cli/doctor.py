@@ -7,12 +7,16 @@ import resource
 import shutil
 import socket
 import sys
+import tempfile
+import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +24,10 @@ from terrazzo.cli.screen import Json, print_json, say
 
 _WIDTH = 18  # of the longest name of a check
 _FILES = 4096  # that a rank with many loaders and a store of small files has open at once
+_TASKS = 4096  # processes and threads of a user, with ranks that load data and compute on all cores
 _SHARED = 1 << 30  # bytes of shared memory, for data loaders and saves in the background
+_TRIED = 4 << 20  # bytes that are written to a folder of checkpoints, and removed
+_PORT = 29500  # where torchrun's ranks meet if nothing is said
 
 
 @dataclass(frozen=True)
@@ -32,14 +39,20 @@ class Finding:
     mend: str = ""
 
 
-def doctor(json: Json = False) -> None:
+def doctor(
+    folders: Annotated[
+        list[str] | None,
+        typer.Argument(help="Folders or URLs for checkpoints, which are written to.", show_default=False),
+    ] = None,
+    json: Json = False,
+) -> None:
     """Check this installation and this machine, in seconds, and say what to mend.
 
     The exit status is 1 if there is something to mend.
     """
     findings: list[Finding] = []
-    for check in _CHECKS:
-        found = _made(check)
+    for name, check in (*_CHECKS, *((folder, partial(_store, folder)) for folder in folders or ())):
+        found = _made(name, check)
         findings += found
         if not json:
             for finding in found:
@@ -59,11 +72,10 @@ def _show(finding: Finding) -> None:
         say(f"  {'':{_WIDTH}}  -> {mend}")
 
 
-def _made(check: Callable[[], list[Finding]]) -> list[Finding]:
+def _made(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return check()
     except Exception as error:  # a check that fails is a finding: the others go on
-        name = check.__name__.strip("_").replace("_", " ")
         return [Finding(name, f"{type(error).__name__}: {error}", "see the error; other checks go on")]
 
 
@@ -81,7 +93,10 @@ def _versions() -> list[Finding]:
             findings.append(Finding(name, version(name)))
         except PackageNotFoundError:
             continue
-    if os.environ.get("TERRAZZO_INSTALL", "0") not in ("", "0"):
+    wanted = os.environ.get("TERRAZZO_INSTALL", "0")
+    if wanted not in ("", "0", "1"):
+        findings.append(Finding("TERRAZZO_INSTALL", f"set to {wanted!r}", "set it to 1 or to 0"))
+    elif wanted == "1":
         works = any(type(finder).__name__ == "WithTorch" for finder in sys.meta_path)  # terrazzo-install.pth
         said = "programs that import PyTorch's names get terrazzo's" if works else "no effect"
         mend = "" if works else "install terrazzo with pip, which puts terrazzo-install.pth there; or use terrazzo run"
@@ -109,10 +124,10 @@ def _accelerator() -> list[Finding]:
 
 
 def _limits() -> list[Finding]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = 0 <= soft < _FILES
-    mend = f"raise it before training: ulimit -n {min(hard, 65536) if hard > 0 else 65536}" if few else ""
-    findings = [Finding("open files", "no limit" if soft < 0 else f"at most {soft}", mend)]
+    findings = [
+        _limit("open files", resource.RLIMIT_NOFILE, _FILES, "n", "nofile"),
+        _limit("processes", resource.RLIMIT_NPROC, _TASKS, "u", "nproc"),
+    ]
     shared = Path("/dev/shm")
     if not shared.is_dir():
         return [*findings, Finding("/dev/shm", "missing", "mount it: saves in the background and data loaders use it")]
@@ -121,6 +136,27 @@ def _limits() -> list[Finding]:
     if not os.access(shared, os.W_OK):
         mend = "make it writable for this user"
     return [*findings, Finding("/dev/shm", f"{free / 2**30:.1f} GiB free", mend)]
+
+
+def _limit(name: str, which: int, needed: int, letter: str, key: str) -> Finding:
+    soft, hard = resource.getrlimit(which)
+    found = "no limit" if soft < 0 else f"at most {soft}"
+    if not 0 <= soft < needed:
+        return Finding(name, found)
+    if hard < 0 or hard >= needed:
+        return Finding(
+            name, found, f"raise it before training: ulimit -{letter} {min(hard, 65536) if hard > 0 else 65536}"
+        )
+    mend = f"only root can raise it above {hard}: {key} in /etc/security/limits.conf, docker run --ulimit {key}=65536"
+    return Finding(name, found, mend)
+
+
+def _temporary() -> list[Finding]:
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        return [Finding("temporary files", str(error), "set TMPDIR to a folder that can be written to")]
+    return [Finding("temporary files", f"{folder}, {shutil.disk_usage(folder).free / 2**30:.1f} GiB free")]
 
 
 def _network() -> list[Finding]:
@@ -134,6 +170,13 @@ def _network() -> list[Finding]:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         findings.append(Finding("ports", f"a free one on 127.0.0.1 is {listening.getsockname()[1]}"))
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(("", _PORT))
+        except OSError as error:
+            mend = "if it is no run of yours that is to go on: torchrun --standalone, or --master-port with another one"
+            findings.append(Finding("torchrun's port", f"{_PORT}: {error.strerror}", mend))
     there = sorted(interface for _, interface in socket.if_nameindex())
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         wanted = os.environ.get(variable, "")
@@ -166,4 +209,37 @@ def _store_and_gloo() -> list[Finding]:
     return [Finding("store and gloo", "two ranks met and added")]
 
 
-_CHECKS: tuple[Callable[[], list[Finding]], ...] = (_versions, _accelerator, _limits, _network, _store_and_gloo)
+def _store(place: str) -> list[Finding]:
+    """What a save does at this place, or in the folder in which it would be made: write, read again, and remove."""
+    from terrazzo.checkpoint.stores import Place
+
+    folder = Place(place)
+    while folder.local is not None and not folder.exists():
+        folder = folder.parent
+    name, data, back = f"doctor-{uuid.uuid4().hex}", os.urandom(_TRIED), bytearray(_TRIED)
+    try:
+        began = time.perf_counter()
+        folder.store.put(name, data)
+        written = time.perf_counter()
+        folder.store.read_at(name, 0, memoryview(back))
+        read = time.perf_counter()
+        folder.store.delete([name])
+    except Exception as error:  # of many kinds: files, permissions, networks, credentials
+        at_url = "check the address, and the credentials and region in the environment"
+        mend = at_url if folder.local is None else "name a folder in which this user can write, with space"
+        return [Finding(place, f"{type(error).__name__}: {error}", mend)]
+    if back != data:
+        return [Finding(place, "what was read is not what was written", "do not save here: this storage is broken")]
+    speed = [f"{_TRIED / 1e6 / seconds:.0f}" for seconds in (written - began, read - written)]
+    free = "" if folder.local is None else f"; {shutil.disk_usage(folder.local).free / 2**30:.1f} GiB free"
+    return [Finding(place, f"written, read and removed ({' and '.join(speed)} MB/s){free}")]
+
+
+_CHECKS: tuple[tuple[str, Callable[[], list[Finding]]], ...] = (
+    ("versions", _versions),
+    ("accelerator", _accelerator),
+    ("limits", _limits),
+    ("temporary files", _temporary),
+    ("network", _network),
+    ("store and gloo", _store_and_gloo),
+)
