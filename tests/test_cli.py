@@ -206,6 +206,16 @@ def test_errors_are_one_line_and_status_two(tmp_path: Path) -> None:
         assert result.exit_code == 2 and result.output.startswith("error: ")
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_has_enough_gets_no_error(path: str, options: list[str]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "terrazzo.cli", "ls", path, *options]
+    with os.fdopen(writes) as closed:
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=400)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_a_folder_of_checkpoints_is_not_one_but_names_them(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("none")
     for step in (9, 10):
@@ -217,6 +227,21 @@ def test_a_folder_of_checkpoints_is_not_one_but_names_them(tmp_path: Path) -> No
     assert run("ls", str(tmp_path)).output.endswith(f"; but there is one at {tmp_path / 'step10'}\n")
     shutil.rmtree(tmp_path / "step10")
     assert "but there is one" not in run("ls", str(tmp_path)).output
+    save({"step": 1}, checkpoint_id=tmp_path / "runs" / "mine" / "step1")  # deeper
+    for folder in (tmp_path, tmp_path / "runs"):
+        nested = tmp_path / "runs" / "mine" / "step1"
+        assert run("ls", str(folder)).output.endswith(f"; but there is one at {nested}\n")
+
+
+def test_misspelt_values_of_options_and_a_program_for_a_run(path: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)")
+    for command, said in (
+        (["view", "--mesh", "dp=2", "--shape", "4,4", "--dtype", "flaot32"], "did you mean float32?"),
+        (["convert", path, str(tmp_path / "x"), "--to", "safetensors", "--only", "modle"], "did you mean model?"),
+        (["train", str(tmp_path / "train.py")], "run.toml with script = 'train.py'"),
+    ):
+        shown = run(*command)
+        assert shown.exit_code == 2 and said in shown.output, shown.output
 
 
 def test_train_shows_the_line_of_torchrun(tmp_path: Path) -> None:

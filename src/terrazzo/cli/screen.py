@@ -72,6 +72,8 @@ def errors() -> Iterator[None]:
     """Print terrazzo's and the system's errors as one line, with exit status 2."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # typer ends the command, and says nothing: the reader of its output, as `head`, has had enough
     except (TerrazzoError, OSError) as error:
         say(f"error: {error}", on=ERR, style="red")
         raise typer.Exit(2) from error

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from terrazzo._meant import meant
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.manager.records import steps_at
 from terrazzo.checkpoint.stores.places import is_url
@@ -128,7 +129,8 @@ def _page(
 def _layout(mesh: str, shape: str, placements: str, dtype: str) -> dict[str, Any]:
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
-        raise ViewError(f"{dtype!r} is no dtype of torch: write bfloat16, float32, ...")
+        close = meant(dtype, [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)])
+        raise ViewError(f"{dtype!r} is no dtype of torch: write bfloat16, float32, ...{close}")
     sketched, size = mesh_of(mesh), shape_of(shape)
     placed = placements_of(placements) if placements else (Replicate(),) * len(sketched.shape)
     layout = Layout.of(sketched, placed, size)

@@ -241,6 +241,11 @@ def _parsed(path: Path) -> Any:
     except OSError as error:
         raise RunConfigError(f"{path} cannot be read: {error.strerror}{meant_beside(path)}") from error
     except (ValueError, RecursionError) as error:
+        if path.suffix == ".py":
+            raise RunConfigError(
+                f"{path} is a program: write a file of the run beside it, as run.toml with script = {path.name!r}, and "
+                "name that; or start the program by torchrun"
+            ) from error
         raise RunConfigError(f"{path} is not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
 
 
