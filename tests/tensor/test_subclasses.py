@@ -343,3 +343,45 @@ def data_beside_a_copied_view():
 
 def test_data_of_a_wrapper_that_has_no_memory():
     run_ranks(2, data_beside_a_copied_view)
+
+
+class Doubled(torch.Tensor):
+    """Has a `__torch_function__` of its own, as torchao's weights that quantise what they are multiplied with."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.nn.functional.linear, f"{func}: it is asked for nothing but what the user calls"
+        assert types == (Doubled,), (
+            "only the classes that have a function of their own, which PyTorch's DTensor has not"
+        )
+        x, weight = args
+        return torch.nn.functional.linear(x, 2 * weight.held)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func}: nothing else is done with it")
+
+
+def asked_first() -> list[float]:
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(8.0).view(2, 4), mesh, [R])
+    weight = Doubled(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+    found = []
+    for _ in range(2):
+        y = torch.nn.functional.linear(x, weight)
+        assert y.placements == (Shard(1),)
+        found.append(y.sum().item())
+    return found
+
+
+def test_a_class_with_a_function_of_its_own_is_asked_before_distributed_tensors():
+    assert run_ranks(2, asked_first) == [[336.0, 336.0]] * 2

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import has_torch_function
 
 from terrazzo._torch.autograd import run_backward
 from terrazzo._torch.dispatching import without_subclass_functions
@@ -83,6 +84,22 @@ def run_again(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return DTensor.__torch_function__(func, (DTensor,), args, dict(kwargs))
 
 
+def _by_other_class(func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What another class of tensors makes of the call, if it has a `__torch_function__` of its own.
+
+    PyTorch's DTensors have none, so there a class that wraps DTensors, such as torchao's, is asked before them.
+    """
+    default = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]  # a method of the class
+    others = tuple(each for each in types if not issubclass(each, DTensor))
+    for each in others:
+        method = each.__torch_function__  # type: ignore[attr-defined]  # PyTorch names only types that have it
+        if getattr(method, "__func__", method) is not default:
+            result = method(func, others, args, kwargs)
+            if result is not NotImplemented:
+                return result
+    return NotImplemented
+
+
 def sums_only(layout: Layout) -> bool:
     """Whether all terms in the layout, if any, are terms of sums: their gradient is the sum's on every rank."""
     if layout.dual is layout:
@@ -146,7 +163,7 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
         key.append(value._layout)
         return value._local
     if isinstance(value, torch.Tensor):
-        if value.dim() == 0 and not value.requires_grad:
+        if not has_torch_function((value,)) and value.dim() == 0 and not value.requires_grad:
             key.append(NUMBER_TENSOR)
             return value
         raise Unkeyable("a plain tensor")
@@ -289,6 +306,10 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
         if route is None:
             route = recall(hashable)
             if route is None:
+                if len(types) > 1:
+                    result = _by_other_class(func, types, args, kwargs or {})
+                    if result is not NotImplemented:
+                        return result
                 return links.miss(func, args, kwargs, hashable)
         return route(func, args, loc, kw, kwargs)  # type: ignore[arg-type]  # never None here
 
