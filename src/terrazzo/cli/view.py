@@ -17,6 +17,7 @@ from terrazzo.checkpoint.manager.records import steps_at
 from terrazzo.checkpoint.stores.places import is_url
 from terrazzo.cli.screen import ERR, Json, errors, paused_collector, print_json, progress, said_on_stderr, say
 from terrazzo.errors import ViewError
+from terrazzo.fsdp.perfetto import perfetto as perfetto_of
 from terrazzo.launch.config import read_run
 from terrazzo.layout import Layout, Replicate
 from terrazzo.view.data.checkpoint_data import checkpoint_data
@@ -25,7 +26,6 @@ from terrazzo.view.data.layout_data import layout_data, mesh_of, placements_of, 
 from terrazzo.view.data.run_data import data_of_run, run_data, runs_data
 from terrazzo.view.data.trace_data import read_timeline, trace_data
 from terrazzo.view.page import Page
-from terrazzo.view.perfetto import perfetto as perfetto_of
 from terrazzo.view.server import Viewer
 
 _Objects = tuple[Page, list[Checkpoint]]

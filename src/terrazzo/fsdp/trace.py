@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any
 
 import msgspec
 from torch import nn
@@ -24,6 +23,7 @@ from terrazzo._torch.autograd import in_backward
 from terrazzo.comm import CommEvent, add_observer, observe, remove_observer
 from terrazzo.comm.axis import Axis
 from terrazzo.fsdp.explain import sharded
+from terrazzo.fsdp.perfetto import perfetto
 from terrazzo.fsdp.plan.memory import Memory
 from terrazzo.fsdp.plan.operations import Buffer, Kind, Operation
 from terrazzo.fsdp.plan.step import lines_of
@@ -111,26 +111,9 @@ class Trace(Shown):
         return msgspec.structs.replace(self._frame, operations=list(self.operations), collectives=collectives)
 
     def chrome(self) -> bytes:
-        """The trace in the format of trace viewers (one process per rank, one row per kind), with the timeline."""
+        """The trace in the format of trace viewers, with the timeline."""
         shown = self.timeline()
-        bars: list[tuple[Operation | Collective, str, str, int]] = [
-            (each, f"{each.kind} {shown.names_of(each)}", each.kind, each.moves) for each in shown.operations
-        ]
-        bars += [(each, f"{each.kind} over {each.axis}", "collectives", each.nbytes) for each in shown.collectives]
-        events: list[dict[str, Any]] = [
-            {
-                "name": name,
-                "cat": "backward" if each.backward else "forward",
-                "ph": "X",
-                "ts": each.begin * 1e6,
-                "dur": (each.end - each.begin) * 1e6,
-                "pid": shown.rank,
-                "tid": row,
-                "args": {"bytes": nbytes},
-            }
-            for each, name, row, nbytes in bars
-        ]
-        return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "terrazzo": shown})
+        return perfetto([shown], terrazzo=shown)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `chrome()` to a file."""

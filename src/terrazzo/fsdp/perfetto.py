@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from terrazzo.fsdp import Timeline
-from terrazzo.view.data.trace_data import LANES, OVERLAPPING, memory_of, spans_of
+from terrazzo.fsdp.spans import LANES, OVERLAPPING, memory_of, spans_of
+from terrazzo.fsdp.timeline import Timeline
 
 
-def perfetto(timelines: Sequence[Timeline]) -> bytes:
-    """The timelines of one or several ranks as a JSON trace. In a plan, an operation takes a microsecond.
+def perfetto(timelines: Sequence[Timeline], **more: Timeline) -> bytes:
+    """The timelines of one or several ranks as a JSON trace, and `more`. In a plan, an operation takes a microsecond.
 
     >>> import json
     >>> document = json.loads(perfetto([Timeline(3, 4, 0.0, True, [], [], [], [], 8, 16)]))
@@ -34,7 +34,7 @@ def perfetto(timelines: Sequence[Timeline]) -> bytes:
         for at, nbytes in memory_of(each):
             values = {"bytes": nbytes, "bound": each.bound}
             events.append({"name": "memory", "ph": "C", "ts": at * unit + later, "pid": each.rank, "args": values})
-    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"})
+    return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", **more})
 
 
 def _of_spans(timeline: Timeline, unit: float, later: float) -> list[dict[str, Any]]:
