@@ -146,6 +146,41 @@ def check_products() -> None:
     torch.testing.assert_close(start.grad, 120 / start.detach())
 
 
+def check_ties() -> None:
+    """Elements that are an extreme together share its gradient evenly, also where they are on several ranks."""
+    torch.manual_seed(0)
+    tied = torch.randint(0, 3, (6, 5)).double()
+    of = {
+        "amax": lambda x: x.amax(0),
+        "amin": lambda x: x.amin((0, 1), keepdim=True),
+        "max": lambda x: x.max(),
+        "min": lambda x: torch.min(input=x),
+        "aminmax": lambda x: sum(x.aminmax(dim=0)),
+        "norm": lambda x: torch.linalg.vector_norm(x - 1, float("inf"), 0),
+        "smallest": lambda x: torch.linalg.vector_norm(x, -float("inf")),
+    }
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    layouts = [(line, [Shard(0)]), (line, [Shard(1)]), (square, [Shard(0), Shard(1)]), (square, [Partial(), Shard(0)])]
+    for (name, function), (mesh, placements) in product(of.items(), layouts):
+        plain = tied.clone().requires_grad_()
+        mine = distribute_tensor(tied, mesh, placements).requires_grad_()
+        expected, found = function(plain), function(mine)
+        assert torch.equal(found.detach().full_tensor(), expected), (name, placements)
+        (once,) = torch.autograd.grad(expected.pow(2).sum(), plain, create_graph=True)
+        (mine_once,) = torch.autograd.grad(found.pow(2).sum(), mine, create_graph=True)
+        torch.testing.assert_close(mine_once.full_tensor(), once, msg=lambda m, n=(name, placements): f"{n}: {m}")
+        if name != "norm":  # of which PyTorch has no second derivative that is right at ties
+            once.pow(2).sum().backward()
+            mine_once.pow(2).sum().backward()
+            torch.testing.assert_close(mine.grad.full_tensor(), plain.grad, msg=lambda m, n=name: f"{n} twice: {m}")
+    with torch.no_grad():  # without a gradient, what each rank found stays a term
+        assert distribute_tensor(tied, line, [Shard(0)]).amax(0).placements == (Partial("max"),)
+
+
+def test_ties_share_a_gradient() -> None:
+    run_ranks(4, check_ties)
+
+
 def test_views_as_other_types_pass_sums_only() -> None:
     run_ranks(2, check_views_as_other_types)
 

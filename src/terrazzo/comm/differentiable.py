@@ -132,6 +132,18 @@ def reduce_replicate(x: Tensor, axis: Axis, op: str = "sum", pending: _Pending =
     return gather_replicate(own, axis, 0, sizes).view(x.shape)
 
 
+def reduce_extreme(x: Tensor, axis: Axis, op: str, ties: Tensor) -> Tensor:
+    """`reduce_replicate` by max or min of what is the extreme of this rank's elements already.
+
+    `ties` is how many of them are equal to it. All elements that tie, on whatever rank, share the gradient evenly.
+    """
+    found = x.detach()
+    top = collectives.all_reduce(found, axis, op)
+    own = ties.double() * (found == top)
+    share = own / collectives.all_reduce(own, axis)
+    return _run(_EXTREME, x, axis, share.to(x.dtype), wait=lambda: top)
+
+
 # ------------------------------------------------------------------ sharded to replicated and back
 
 
@@ -291,6 +303,7 @@ def _same(x: Tensor, axis: Axis) -> Tensor:
 
 _CAST = _Row(_same, reduce_replicate, is_view=True)
 _ALL_REDUCE = _Row(collectives.all_reduce, lambda grad, axis, op: _share(cast(grad, axis), axis, op))
+_EXTREME = _Row(lambda x, axis, share: x, lambda grad, axis, share: cast(grad, axis) * share)
 _GATHER_REPLICATE = _Row(collectives.all_gather, slice_own)
 _SLICE_OWN = _Row(_own_part, gather_replicate)
 _GATHER_VARYING = _Row(collectives.all_gather, reduce_scatter)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from terrazzo.comm.axis import Axis, axis_of
-from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.differentiable import reduce_replicate
 from terrazzo.layout import Layout, Partial
 from terrazzo.tensor.dispatch.spec import HALF, Chosen, Joined, LocalFunction, result_type
@@ -127,21 +126,6 @@ def join_norms(norms: torch.Tensor, order: float, axis: Axis) -> torch.Tensor:
     if order in (0, 1):
         return reduce_replicate(norms, axis)
     return _power(reduce_replicate(_power(norms, order), axis), 1.0 / order)
-
-
-def join_extremes(norms: torch.Tensor, ties: torch.Tensor, order: float, axis: Axis) -> torch.Tensor:
-    """`join_norms` of an infinite order for a backward: all elements that equal the norm share its gradient evenly.
-
-    `ties` is how many of this rank's elements equal this rank's norm; with half types often more than one.
-    """
-    found = norms.detach()
-    reached = found == all_reduce(found, axis, "max" if order > 0 else "min")
-    own = ties.double() * reached
-    share = own / all_reduce(own, axis)
-    # In float64, so that the shares add up to the norm itself. Masked, because the norm of another rank may be
-    # infinite.
-    part = torch.where(share == 0, torch.zeros_like(share), norms.double() * share)
-    return reduce_replicate(part, axis).to(norms.dtype)
 
 
 def norm_of_nothing(order: float) -> float:

@@ -7,20 +7,20 @@ sharded; sums of half types are reduced in float32 (`accumulate`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
-from terrazzo.comm.differentiable import cast, reduce_replicate
+from terrazzo.comm.differentiable import cast, reduce_extreme, reduce_replicate
 from terrazzo.tensor.dispatch.spec import HALF, Call, Chosen, Joined, LocalFunction, Operand, Spec, within
 from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.ops.accumulate import (
     axis_of_terms,
     given_type,
     in_working_type,
-    join_extremes,
     join_norms,
     norm_of_nothing,
     root,
@@ -144,7 +144,10 @@ def max_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> 
 
 
 def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spec:
-    """Max and min along sharded dims; an empty shard contributes a value that never wins."""
+    """Max and min along sharded dims; an empty shard contributes a value that never wins.
+
+    Terms do not know how many elements tie, so where a gradient is wanted the ranks join what they found at once.
+    """
 
     def localize(chosen: Chosen) -> LocalFunction | None:
         if not any(d in chosen.sharded and chosen.ins[0].local_shape[d] == 0 for d in dims):
@@ -157,8 +160,31 @@ def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spe
 
         return run
 
+    def make(chosen: Chosen) -> Joined:
+        alone = None if chosen.ins[0].coord is None else localize(chosen)  # outside of the mesh nothing runs
+
+        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+            x, axis = _input_of(loc, kw), axis_of_terms(chosen.outs[0])
+            found: torch.Tensor = func(*loc, **kw) if alone is None else alone(func, loc, kw)
+            return found if axis.size == 1 else reduce_extreme(found, axis, op, _ties(x.detach(), found, dims))
+
+        return Joined(run, half_only=False)
+
     whole = any(input.shape[d] == 0 for d in dims) if input.ndim else False
-    return reduction(input, dims, keepdim, None if whole else op, localize=localize)
+    spec = reduction(input, dims, keepdim, None if whole else op, localize=localize)
+    if not whole and not input.layout.is_replicated:
+        spec.guard, spec.otherwise = _without_gradient, replace(spec, joined=make)
+    return spec
+
+
+def _without_gradient(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
+    return not torch.is_grad_enabled() or not (loc[0] if loc else kw["input"]).requires_grad
+
+
+def _ties(x: torch.Tensor, found: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """How many elements of each row of `dims` are the extreme that was found in it."""
+    rows = found.detach().reshape([1 if d in dims else n for d, n in enumerate(x.shape)])
+    return (x == rows).sum(tuple(dims)).reshape(found.shape)
 
 
 def loser(dtype: torch.dtype, op: str) -> Any:
@@ -220,7 +246,7 @@ def vector_norm(
     def make(chosen: Chosen) -> Joined:
         out = chosen.outs[0]
         shape = chosen.ins[0].local_shape
-        empty, row_shape = prod(shape) == 0, [1 if d in dims else n for d, n in enumerate(shape)]
+        empty = prod(shape) == 0
 
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             local, axis = _input_of(loc, kw), axis_of_terms(out)
@@ -235,10 +261,9 @@ def vector_norm(
             else:
                 wide = working_type(result) if local.dtype in HALF else dtype
                 norms = torch.linalg.vector_norm(local, order, dims, keepdim, dtype=wide)
-            if abs(order) == float("inf") and norms.requires_grad and torch.is_grad_enabled():
-                top = norms.detach() if keepdim else norms.detach().reshape(row_shape)
-                ties = (local.detach().abs() == top).sum(dims).reshape(norms.shape)
-                return join_extremes(norms, ties, order, axis).to(result.to_real())
+            if abs(order) == float("inf") and not _without_gradient([norms], {}):
+                ties = _ties(local.detach().abs(), norms, dims)
+                return reduce_extreme(norms, axis, "max" if order > 0 else "min", ties).to(result.to_real())
             return join_norms(norms, order, axis).to(result.to_real())
 
         return Joined(run, half_only=False)
