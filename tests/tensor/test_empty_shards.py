@@ -178,3 +178,22 @@ _KEPT = (torch.ops.aten.mm.default, torch.ops.aten._softmax.default, torch.ops.a
 @pytest.mark.parametrize("keeps", [False, True], ids=["all", "selective"])
 def test_a_first_call_in_activation_checkpointing(keeps):
     run_ranks(4, recomputed, keeps)
+
+
+def infinities() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    x = torch.randn(6, 5, dtype=torch.float64)
+    x[3, 0], x[4, 1], x[:, 2], x[2] = torch.inf, -torch.inf, -torch.inf, -torch.inf
+    x[1, 4] = torch.nan
+    for placements in ([Shard(0)], [Shard(1)]):
+        mine = distribute_tensor(x, mesh, placements)
+        for name in ("softmax", "log_softmax", "logsumexp"):
+            for dim in (0, 1):
+                expected, found = (getattr(t, name)(dim) for t in (x, mine))
+                torch.testing.assert_close(
+                    found.full_tensor(), expected, equal_nan=True, msg=lambda m, n=(name, dim, placements): f"{n}: {m}"
+                )
+
+
+def test_exponentials_of_infinities():
+    run_ranks(4, infinities)

@@ -177,8 +177,19 @@ def check_ties() -> None:
         assert distribute_tensor(tied, line, [Shard(0)]).amax(0).placements == (Partial("max"),)
 
 
+def check_integers_have_no_average() -> None:
+    x = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (2,)), [Partial("avg")])
+    for made in (torch.zeros_like(x, dtype=torch.int64), torch.empty_like(x, dtype=torch.bool).zero_()):
+        assert made.full_tensor().tolist() == [0, 0, 0]
+    assert torch.zeros_like(x).placements == (Partial("avg"),)
+
+
 def test_ties_share_a_gradient() -> None:
     run_ranks(4, check_ties)
+
+
+def test_zeros_of_integers_are_no_terms_of_an_average() -> None:
+    run_ranks(2, check_integers_have_no_average)
 
 
 def test_views_as_other_types_pass_sums_only() -> None:

@@ -81,8 +81,12 @@ def new_tensor_of_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like", any_number=True)
 def filled_like(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    """Terms of zeros are zeros, so zeros_like keeps Partial; for other values Partial becomes Replicate."""
+    """Terms of zeros are zeros, so zeros_like keeps Partial; for other values Partial becomes Replicate.
+
+    So it does for integers, of which there are no averages.
+    """
     if len(call.operands) != 1:
         return None
-    zeros = call.name in ("zeros_like", "empty_like")
+    dtype = kwargs.get("dtype")
+    zeros = call.name in ("zeros_like", "empty_like") and (dtype is None or dtype.is_floating_point or dtype.is_complex)
     return within(input, linear=[(0,)] if zeros else [], unread=_UNREAD, keeps_terms=True)

@@ -302,11 +302,9 @@ def _in_working_type(x: Any, dtype: Any, to_float: Any) -> tuple[Any, Any]:
     return (x if x.dtype == work else x.to(work)), dtype
 
 
-def _shifted(x: Any, dims: Sequence[int]) -> tuple[Any, Any]:
-    """`x` minus its maximum along `dims`, so that no exponential overflows, and the maximum."""
-    top = x.detach().amax(dims, keepdim=True).redistribute()
-    top = torch.where(top.isfinite(), top, torch.zeros_like(top))
-    return x - top, top
+def _top(x: Any, dims: Sequence[int]) -> Any:
+    """The maximum of `x` along `dims`: without it no exponential overflows."""
+    return x.detach().amax(dims, keepdim=True).redistribute()
 
 
 def _rows(x: Any, dim: Any, dtype: Any) -> int | None:
@@ -323,7 +321,7 @@ def _of_shifted(function: Callable[[Any, int], Any], input: Any, dim: Any, half_
     if d is None:
         return NotImplemented
     x, result_type = _in_working_type(input, dtype, half_to_float)
-    return rounded(function(_shifted(x, (d,))[0], d), result_type)
+    return rounded(function(x - _top(x, (d,)), d), result_type)
 
 
 @decomposition("softmax", "_softmax")
@@ -362,6 +360,8 @@ def logsumexp_of_shards(input: Any, dim: Any, keepdim: bool = False) -> Any:
     dims = reduced_dims(dim, input.ndim)
     if dims is None or not input.ndim or not input.is_floating_point() or not input.numel():
         return NotImplemented
-    shifted, top = _shifted(in_working_type(input), dims)
-    total = shifted.exp().sum(dims, keepdim).redistribute().log()
+    x = in_working_type(input)
+    top = _top(x, dims)
+    top = torch.where(top.isfinite(), top, torch.zeros_like(top))  # infinities have a sum, and it has a logarithm
+    total = (x - top).exp().sum(dims, keepdim).redistribute().log()
     return rounded(total + (top if keepdim else top.reshape(total.shape)), input.dtype)
