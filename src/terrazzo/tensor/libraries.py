@@ -6,6 +6,7 @@ puts these. Programs need none of them: a DTensor's `device_mesh`, `placements`,
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -172,6 +173,12 @@ def from_spec(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> DT
         )
     if local.dtype != spec._meta().dtype:
         raise DTensorArgumentError(f"DTensor: the local tensor has {local.dtype}, but the spec {spec._meta().dtype}")
+    if local.requires_grad and not requires_grad:
+        warnings.warn(
+            "To construct a DTensor from a tensor that requires a gradient, which the DTensor will not pass on, pass "
+            "local_tensor.detach(). DTensor.from_local passes it on",
+            stacklevel=3,
+        )
     return wrap(local.detach(), layout).requires_grad_(requires_grad)
 
 
