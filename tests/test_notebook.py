@@ -51,6 +51,15 @@ def test_cells_keep_what_they_define_and_show_each_rank(shell: Any, capsys: pyte
     assert first != second, "the generators go on"
 
 
+def test_a_name_of_the_notebook_and_of_cells_is_told(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    shell.magics["cell ranks"]("", "import os\nboth, theirs = 'of the cell', 1")
+    names = {"__name__": "__main__", "both": "of the notebook", "os": os}
+    exec("f = lambda: (os.sep, both, theirs)", names)
+    assert shell.ranks(names["f"]) == [(os.sep, "of the notebook", 1)] * 2
+    said = "the notebook's both is used, not what a cell has defined here under that name"
+    assert capsys.readouterr().out == f"ranks 0-1: {said}\n"
+
+
 def test_what_ranks_print_is_shown_while_they_run(shell: Any, tmp_path: Path) -> None:
     """The cell ends only once its output was shown: the process that shows it writes the file that ranks wait for."""
     seen = io.StringIO()

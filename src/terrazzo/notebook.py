@@ -68,7 +68,8 @@ class Ranks:
         """Call a function on each rank, and return the results in the order of the ranks.
 
         It may be a lambda or a closure. What it uses of the notebook is sent with it; other names are those that cells
-        defined on the ranks. What ranks print is shown while they run.
+        defined on the ranks. Of a name that is in both, the notebook's is used, and the ranks say so. What ranks print
+        is shown while they run.
         """
         outcomes = self._run(Request.of(_call, (_pickler().dumps((function, args, kwargs)),)))
         return [pickle.loads(outcome.value) for outcome in outcomes]
@@ -177,8 +178,10 @@ def _call(data: bytes) -> bytes:
     function, args, kwargs = pickle.loads(data)
     own = vars(sys.modules[function.__module__]) if getattr(function, "__module__", "") in sys.modules else None
     if isinstance(function, types.FunctionType) and function.__globals__ is not own:  # it was sent by value
-        for name, value in _names.items():
-            function.__globals__.setdefault(name, value)
+        names = {name: value for name, value in _names.items() if not name.startswith("__")}
+        both = [name for name, value in names.items() if function.__globals__.setdefault(name, value) is not value]
+        if both:
+            print(f"the notebook's {', '.join(both)} is used, not what a cell has defined here under that name")
     with _OwnRandomState():
         found: bytes = _pickler().dumps(function(*args, **kwargs))
     return found
