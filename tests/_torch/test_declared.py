@@ -11,7 +11,7 @@ import torch
 
 import terrazzo._torch
 from terrazzo._torch import declared
-from terrazzo._torch.declared import TABLE, attribute, check, later, like, private, replace
+from terrazzo._torch.declared import TABLE, attribute, check, check_age, later, like, private, replace
 from terrazzo.errors import TorchMovedError
 
 
@@ -99,3 +99,10 @@ except ImportError as error:
         "torch._C.DispatchKey",
         "torch.distributed.ProcessGroup._allgather_base",
     ]
+
+
+def test_a_torch_that_is_too_old_is_named():
+    with pytest.raises(TorchMovedError, match=r"needs PyTorch 2\.11 or a newer one, and this is 2\.6\.0\+cu124"):
+        check_age("2.6.0+cu124")
+    check_age("2.11.0")
+    check_age("3.0.0.dev20261101")

@@ -344,6 +344,10 @@ def test_started_by_the_command_and_by_the_variable(tmp_path):
             [sys.executable, str(start)], capture_output=True, text=True, env=environment, timeout=400
         )
         assert done.stdout.split("\n")[:-1] == expected, done.stdout + done.stderr[-3000:]
+    environment["TERRAZZO_INSTALL"] = "maybe"
+    done = subprocess.run([sys.executable, str(start)], capture_output=True, text=True, env=environment, timeout=400)
+    assert done.returncode == 1 and done.stdout == "False False\n", done.stdout
+    assert "TERRAZZO_INSTALL must be 0 or 1, not 'maybe'" in done.stderr
     (tmp_path / "terrazzo.py").write_text("")  # without it, torch is not imported
     environment |= {"TERRAZZO_INSTALL": "1", "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, str(start)], capture_output=True, text=True, env=environment, timeout=400)

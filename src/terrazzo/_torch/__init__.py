@@ -24,6 +24,7 @@ This is the lowest layer. The layers above pass in what the replaced functions n
 (`is_ours`), and the function to call for them.
 """
 
+import terrazzo._torch.declared as declared  # first: whether this torch is too old
 from terrazzo._torch import (
     attention,
     autograd,
@@ -49,9 +50,8 @@ from terrazzo._torch import (
     transforms,
     traps,
 )
-from terrazzo._torch.declared import check
 
-check()
+declared.check()
 
 __all__ = [
     "attention",

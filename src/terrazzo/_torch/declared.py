@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,17 @@ class Declared:
     without: str  # what happens where it is missing; empty: terrazzo does not run without it
     found: bool
 
+
+def check_age(version: str) -> None:
+    """Raise if torch is too old, before anything else of it is missed.
+
+    >>> check_age("2.14.1+cpu")
+    """
+    if [int(number) for number in re.findall(r"\d+", version)[:2]] < [int(number) for number in OLDEST.split(".")]:
+        raise TorchMovedError(f"terrazzo needs PyTorch {OLDEST} or a newer one, and this is {version}: install another")
+
+
+check_age(torch.__version__)
 
 TABLE: list[Declared] = []
 """All private names, in the order of the modules of this package."""

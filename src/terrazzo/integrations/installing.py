@@ -256,7 +256,8 @@ def _warn_of_holders(before: list[Replacement]) -> None:
     """Warn about modules that imported some of PyTorch's names before."""
     names = {id(entry.old): entry.name for entry in before}
     holders: dict[str, list[str]] = {}
-    for module_name, module in list(sys.modules.items()):
+    modules = {id(module): (name, module) for name, module in reversed([*sys.modules.items()])}  # by one of its names
+    for module_name, module in modules.values():
         top = module_name.partition(".")[0]
         if top in ("torch", "terrazzo", "_pytest", "pytest") or not isinstance(module, types.ModuleType):
             continue
