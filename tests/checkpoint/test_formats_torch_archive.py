@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from terrazzo.checkpoint.formats.table import Asked, StoredBox, chunk_at, file_at, read_rows
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive, replace_tensors
-from terrazzo.checkpoint.formats.torch_save import PendingTensor, write_archive
+from terrazzo.checkpoint.formats.torch_save import UnwrittenTensor, write_archive
 from terrazzo.checkpoint.formats.windows import Window
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.stores import LocalStore
@@ -287,11 +287,11 @@ def test_pending_tensors_are_asked_for_piece_by_piece(tmp_path: Path) -> None:
             yield bytes_of(piece)
             piece.zero_()
 
-    written(tmp_path / "a.pt", {"w": PendingTensor(torch.int32, (10, 100), pieces)})
+    written(tmp_path / "a.pt", {"w": UnwrittenTensor(torch.int32, (10, 100), pieces)})
     assert asked == [0, 300, 600, 900]
     assert torch.equal(torch.load(tmp_path / "a.pt")["w"], whole.reshape(10, 100))
     with pytest.raises(ValueError, match="should have 4000 bytes"):
-        written(tmp_path / "b.pt", PendingTensor(torch.int32, (1000,), lambda: [bytes_of(whole[:10])]))
+        written(tmp_path / "b.pt", UnwrittenTensor(torch.int32, (1000,), lambda: [bytes_of(whole[:10])]))
 
 
 class Sparse(Upload):
@@ -319,8 +319,8 @@ def test_more_than_four_gibibytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     count = (4 << 30) + (128 << 20)
     tail = torch.arange(1000.0)
     file = Sparse(tmp_path / "a.pt")
-    pending = PendingTensor(torch.uint8, (count,), lambda: [bytes_of(zeros)] * (count // len(zeros)))
-    write_archive(file, 0, {"big": pending, "tail": PendingTensor(torch.float32, (1000,), lambda: [bytes_of(tail)])})
+    pending = UnwrittenTensor(torch.uint8, (count,), lambda: [bytes_of(zeros)] * (count // len(zeros)))
+    write_archive(file, 0, {"big": pending, "tail": UnwrittenTensor(torch.float32, (1000,), lambda: [bytes_of(tail)])})
     file.finish()
     back = torch.load(tmp_path / "a.pt", mmap=True)
     assert back["big"].shape == (count,) and torch.equal(back["tail"], tail)

@@ -22,7 +22,7 @@ from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlann
 from terrazzo.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
 from terrazzo.checkpoint.formats import HuggingFaceReader, HuggingFaceWriter, detect
 from terrazzo.checkpoint.formats.convert import convert
-from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, lay_out
+from terrazzo.checkpoint.formats.huggingface.layout import About, WeightsLayout, lay_out
 from terrazzo.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -59,7 +59,7 @@ def state(seed: int = 1) -> dict[str, torch.Tensor]:
     }
 
 
-def small_files(tensors: Any) -> Layout:
+def small_files(tensors: Any) -> WeightsLayout:
     return lay_out(tensors, 100)
 
 

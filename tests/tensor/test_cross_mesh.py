@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrazzo.layout import Box, Layout, Placement, Replicate, Shard
-from terrazzo.tensor.cross_mesh import Transfer, boxes_by_rank, plan_transfer
+from terrazzo.tensor.cross_mesh import MeshTransfer, boxes_by_rank, plan_transfer
 
 pytestmark = pytest.mark.on_late
 
@@ -32,7 +32,7 @@ class Ranks:
         return tuple(found[0].tolist()) if len(found) else None
 
 
-def by_asking_everybody(src: Layout, dst: Layout, me: int) -> Transfer:
+def by_asking_everybody(src: Layout, dst: Layout, me: int) -> MeshTransfer:
     have, want = boxes_by_rank(src), boxes_by_rank(dst)
     ranks = tuple(sorted({*have, *want}))
     owners: dict[Box, list[int]] = {}
@@ -51,7 +51,7 @@ def by_asking_everybody(src: Layout, dst: Layout, me: int) -> Transfer:
                 send[ranks.index(receiver)] = common.relative_to(box)
             if receiver == me:
                 receive[ranks.index(sender)] = common.relative_to(want[receiver])
-    return Transfer(ranks, tuple(send), tuple(receive), tuple(want[me].lengths) if me in want else (0,))
+    return MeshTransfer(ranks, tuple(send), tuple(receive), tuple(want[me].lengths) if me in want else (0,))
 
 
 @st.composite

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader, HuggingFaceWriter, Layout, lay_out
+from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader, HuggingFaceWriter, WeightsLayout, lay_out
 from terrazzo.checkpoint.formats.huggingface.layout import About
 from terrazzo.checkpoint.run.staging import BlockingAsyncStager
 
@@ -53,7 +53,7 @@ class HuggingFaceStorageWriter(BlockingAsyncStager, HuggingFaceWriter):
             self, path, make_layout=self._numbered, always_index=True, process_group=process_group
         )
 
-    def _numbered(self, tensors: Mapping[str, About]) -> Layout:
+    def _numbered(self, tensors: Mapping[str, About]) -> WeightsLayout:
         return lay_out(tensors, numbers=self.fqn_to_index_mapping or dict.fromkeys(tensors, 1))
 
     @property

@@ -51,7 +51,7 @@ _VARIABLES: Final[Mapping[str, Mapping[str, Callable[[], Any]]]] = {
 class Rank:
     """One of the ranks: its thread, what it waits for, and what it has of what a process has once."""
 
-    def __init__(self, ranks: Ranks, number: int) -> None:
+    def __init__(self, ranks: ThreadRanks, number: int) -> None:
         self.ranks, self.number = ranks, number
         self.call: Callable[[], Any] | None = None
         self.value: Any = None
@@ -74,7 +74,7 @@ class Rank:
                     return
                 try:
                     self.value = self.call()
-                except BaseException as error:  # noqa: B036  # `Ranks.run` raises it
+                except BaseException as error:  # noqa: B036  # `ThreadRanks.run` raises it
                     self.error = error
                 self.is_done, self.call = True, None
                 self.ranks.turn.release()
@@ -159,7 +159,7 @@ class Meeting:
     is_over: bool = False
 
 
-class Ranks:
+class ThreadRanks:
     """The ranks of one process, and what they send each other."""
 
     def __init__(self, size: int, make_group: Callable[..., Any]) -> None:

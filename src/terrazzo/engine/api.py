@@ -22,7 +22,7 @@ from terrazzo.engine.lr import SchedulerLike
 from terrazzo.engine.marks import mark
 from terrazzo.engine.optim import OptimizerLike, Parameters
 from terrazzo.engine.pipeline import LossFunction, Pipeline, ScheduleFactory, Stage, as_stages
-from terrazzo.engine.placing import Ranks
+from terrazzo.engine.placing import RankRoles
 from terrazzo.engine.plans import cut_by_plan
 from terrazzo.engine.sampler import Curriculum, ResumableSampler
 from terrazzo.errors import EngineConfigError
@@ -103,7 +103,7 @@ def initialize(
             )
         if checked.tensor_parallel.autotp_size > 1:
             mesh = cut_by_plan(model, checked.tensor_parallel.autotp_size, mesh, data_dim)
-        ranks = Ranks.of(mesh, data_dim, None, checked)
+        ranks = RankRoles.of(mesh, data_dim, None, checked)
         trained = model
     else:
         if checked.tensor_parallel.autotp_size > 1:
@@ -111,7 +111,7 @@ def initialize(
                 "config: tensor_parallel.autotp_size does not support pipeline stages: cut their modules with "
                 "terrazzo.tensor.parallel.parallelize_module"
             )
-        ranks = Ranks.of(mesh, data_dim, pipeline_dim, checked)
+        ranks = RankRoles.of(mesh, data_dim, pipeline_dim, checked)
         trained = _pipeline(as_stages(model), pipeline, loss_fn, ranks, tied or {})
     if ignored.warned and dist.get_rank() == 0:
         warnings.warn(f"config: these keys have no effect here: {ignored.warning()}", stacklevel=2)
@@ -138,7 +138,7 @@ def _pipeline(
     stages: list[Stage],
     make: ScheduleFactory | None,
     loss_fn: LossFunction | None,
-    ranks: Ranks,
+    ranks: RankRoles,
     tied: Mapping[str, str],
 ) -> Pipeline:
     if make is None or loss_fn is None:

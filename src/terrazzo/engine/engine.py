@@ -32,7 +32,7 @@ from terrazzo.engine.monitors import monitors_of, watcher
 from terrazzo.engine.optim import OptimizerLike, Parameters, make_optimizer
 from terrazzo.engine.paging import PagedState
 from terrazzo.engine.pipeline import Pipeline
-from terrazzo.engine.placing import Ranks, compile_together, compute_dtype, reshard, shard_model
+from terrazzo.engine.placing import RankRoles, compile_together, compute_dtype, reshard, shard_model
 from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.reports import CommsReport, FlopsReport
 from terrazzo.engine.sampler import ResumableSampler
@@ -96,7 +96,7 @@ class Engine(Shown):
         optimizer: OptimizerLike | None,
         lr_scheduler: SchedulerLike | None,
         config: EngineConfig,
-        ranks: Ranks,
+        ranks: RankRoles,
         parameters: Parameters | None = None,
         init_weights: Callable[[nn.Module], Any] | None = None,
         compile: str | None = None,

@@ -39,7 +39,7 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, eq=False)
-class Ranks:
+class RankRoles:
     """Which ranks hold shards or replicas, which of these see different data, which share its sequences, which hold the
     other stages of a pipeline, and how many hold parts of a model."""
 
@@ -52,7 +52,7 @@ class Ranks:
     data_mesh: DeviceMesh  # the ranks of `data`, in one dim
 
     @staticmethod
-    def of(mesh: DeviceMesh | None, data_dim: str, pipeline_dim: str | None, config: EngineConfig) -> Ranks:
+    def of(mesh: DeviceMesh | None, data_dim: str, pipeline_dim: str | None, config: EngineConfig) -> RankRoles:
         """From the user's mesh, whose dims have these names; None: all ranks, as one data-parallel dim."""
         zero = config.zero_optimization
         initialise()
@@ -88,7 +88,7 @@ class Ranks:
         samples, sequence = data, None
         if config.sequence_parallel_size > 1:
             samples, sequence = _sharing(data_mesh, config.sequence_parallel_size, pipeline is not None)
-        return Ranks(shard_mesh, data, samples, sequence, pipeline, mesh.size() // data.size, data_mesh)
+        return RankRoles(shard_mesh, data, samples, sequence, pipeline, mesh.size() // data.size, data_mesh)
 
 
 def _sharing(mesh: DeviceMesh, size: int, pipelined: bool) -> tuple[Axis, Axis]:
@@ -133,7 +133,7 @@ def compute_dtype(config: EngineConfig) -> torch.dtype:
 def shard_model(
     model: nn.Module,
     config: EngineConfig,
-    ranks: Ranks,
+    ranks: RankRoles,
     ignored: set[nn.Parameter],
     init_weights: Callable[[nn.Module], Any] | None = None,
 ) -> None:

@@ -33,7 +33,7 @@ from terrazzo.checkpoint import (
     WriteItem,
     load,
 )
-from terrazzo.checkpoint.manager.committing import AllRanks, save_named
+from terrazzo.checkpoint.manager.committing import Teams, save_named
 from terrazzo.checkpoint.manager.tiers import Which
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST as LATEST_NAMES
@@ -105,7 +105,7 @@ def save_engine(
     plane = ControlPlane.for_group(timeout=timeout)
     tag = checked_tag(name_of_step(engine.global_steps) if tag is None else tag, plane)
     folder = Place(save_dir)
-    ranks = AllRanks(timeout=timeout)
+    ranks = Teams(timeout=timeout)
     ranks.team(f"looking at {folder / tag}").together(lambda: _check_no_link(folder, tag))
     if layout == "deepspeed":
         if async_op:
@@ -221,7 +221,7 @@ def find_to_load(load_dir: str | os.PathLike[str], tag: str | None) -> Place | N
             raise DivergentValueError(f"the ranks asked for different checkpoints in {load_dir}: {tags}")
         return asked[0] if tag is not None else msgspec.json.encode(_latest_tag(load_dir))
 
-    chosen = msgspec.json.decode(AllRanks().team(doing).reduce(ask, choose), type=str | None)
+    chosen = msgspec.json.decode(Teams().team(doing).reduce(ask, choose), type=str | None)
     return None if chosen is None else _on_all_ranks(doing, lambda: _folder_of(load_dir, chosen))
 
 
@@ -249,7 +249,7 @@ def _folder_of(load_dir: str | os.PathLike[str], tag: str) -> Place:
 def _on_all_ranks(doing: str, work: Callable[[], Result]) -> Result:
     """The result of `work`. An error on one rank is raised on all, because they wait for each other."""
     found: list[Result] = []
-    AllRanks().team(doing).together(lambda: found.append(work()))
+    Teams().team(doing).together(lambda: found.append(work()))
     return found[0]
 
 

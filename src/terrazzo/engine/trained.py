@@ -12,7 +12,7 @@ from terrazzo.engine.loss_scale import LossScale
 from terrazzo.engine.lr import Scheduler
 from terrazzo.engine.paging import PagedState
 from terrazzo.engine.pipeline import Pipeline
-from terrazzo.engine.placing import Ranks
+from terrazzo.engine.placing import RankRoles
 from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.sampler import ResumableSampler
 from terrazzo.engine.sparse import SparseEmbeddings
@@ -34,7 +34,7 @@ class Trained(Protocol):
     shared_params: dict[str, str]
     config: EngineConfig
     batch: Batch
-    ranks: Ranks
+    ranks: RankRoles
     stage: Any
     dtype: torch.dtype
     micro_steps: int

@@ -28,7 +28,7 @@ from terrazzo.tensor.redistribute import redistribute_local
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class MeshTransfer:
     """What this rank sends to and receives from each rank of `ranks`, relative to its old and new local part."""
 
     ranks: tuple[int, ...]
@@ -43,7 +43,7 @@ def boxes_by_rank(layout: Layout) -> dict[int, Box]:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_transfer(src: Layout, dst: Layout, me: int) -> Transfer:
+def plan_transfer(src: Layout, dst: Layout, me: int) -> MeshTransfer:
     """The transfer of rank `me` between two layouts that are not partial.
 
     Only the boxes that intersect this rank's own are computed; of the other ranks only the numbers are needed.
@@ -78,7 +78,7 @@ def plan_transfer(src: Layout, dst: Layout, me: int) -> Transfer:
                 receiver = receivers[first + copy]
                 if sender(receiver, mine) == me:
                     send[place[receiver]] = part
-    return Transfer(ranks, tuple(send), tuple(receive), shape)
+    return MeshTransfer(ranks, tuple(send), tuple(receive), shape)
 
 
 when_groups_end(plan_transfer.cache_clear)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from terrazzo._meant import alike, named
-from terrazzo.comm.in_process import Ranks, is_rank_here, rank_here
+from terrazzo.comm.in_process import ThreadRanks, is_rank_here, rank_here
 from terrazzo.comm.memory_group import make_group
 from terrazzo.errors import CommError
 from terrazzo.layout import Placement
@@ -69,7 +69,7 @@ def all_ranks(ranks: int) -> Iterator[AllRanks]:
     """
     if not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"ranks must be at least 1, not {ranks!r}")
-    world = AllRanks(Ranks(ranks, make_group))
+    world = AllRanks(ThreadRanks(ranks, make_group))
     try:
         yield world
     finally:
@@ -79,7 +79,7 @@ def all_ranks(ranks: int) -> Iterator[AllRanks]:
 class AllRanks:
     """The ranks of `all_ranks`."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: ThreadRanks) -> None:
         """Use `all_ranks`."""
         self._ranks = ranks
 

@@ -1,7 +1,7 @@
 """Files of `torch.save`, as one of the formats; only what is requested is read.
 
-To be written a value is pickled as `torch.save` does it. Its tensors may be `PendingTensor`s, whose bytes are asked for
-only when their turn comes, so that a file larger than memory can be written.
+To be written a value is pickled as `torch.save` does it. Its tensors may be `UnwrittenTensor`s, whose bytes are asked
+for only when their turn comes, so that a file larger than memory can be written.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _tree(source: Source, how: Writing) -> dict[str, Any]:
     for name, entry in source.metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             pieces = partial(source.pieces, name, how.progress)
-            value: Any = PendingTensor(entry.properties.dtype, tuple(entry.size), pieces)
+            value: Any = UnwrittenTensor(entry.properties.dtype, tuple(entry.size), pieces)
         else:
             value = source.whole(name)
         set_element(tree, source.paths.get(name, (name,)), value)
@@ -140,7 +140,7 @@ _STORAGES: Final = {dtype: getattr(torch, name) for name, dtype in STORAGE_TYPES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PendingTensor:
+class UnwrittenTensor:
     """A tensor to be written whose row-major bytes come in pieces, each good until the next is asked for."""
 
     dtype: torch.dtype
@@ -176,7 +176,7 @@ def write_archive(file: Upload, start: int, value: Any, folder: str = "archive")
             _add(archive, f"{folder}/data.pkl", [stream.getbuffer()], len(stream.getbuffer()))
             _add(archive, f"{folder}/byteorder", [b"little"], 6)
             for key, tensor in enumerate(pickler.tensors):
-                pieces = tensor.pieces() if isinstance(tensor, PendingTensor) else [bytes_of(tensor)]
+                pieces = tensor.pieces() if isinstance(tensor, UnwrittenTensor) else [bytes_of(tensor)]
                 _add(archive, f"{folder}/data/{key}", pieces, tensor.nbytes)
             _add(archive, f"{folder}/version", [b"3\n"], 2)
         buffered.flush()
@@ -236,7 +236,7 @@ class _Pickler(pickle._Pickler):  # the one in Python: that in C names only clas
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
-        self.tensors: list[torch.Tensor | PendingTensor] = []
+        self.tensors: list[torch.Tensor | UnwrittenTensor] = []
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, _StorageId):
@@ -250,7 +250,7 @@ class _Pickler(pickle._Pickler):  # the one in Python: that in C names only clas
         if isinstance(value, torch.Tensor) and type(value) is torch.Tensor:
             plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
             return self._rebuild(plain, plain.dtype, tuple(plain.shape), value.requires_grad)
-        if isinstance(value, PendingTensor):
+        if isinstance(value, UnwrittenTensor):
             return self._rebuild(value, value.dtype, value.shape, False)
         return NotImplemented
 
@@ -266,7 +266,7 @@ class _Pickler(pickle._Pickler):  # the one in Python: that in C names only clas
     dispatch[Instance] = _save_instance
 
     def _rebuild(
-        self, tensor: torch.Tensor | PendingTensor, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool
+        self, tensor: torch.Tensor | UnwrittenTensor, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool
     ) -> Any:
         key = str(len(self.tensors))
         self.tensors.append(tensor)

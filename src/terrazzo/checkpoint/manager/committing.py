@@ -19,7 +19,7 @@ from terrazzo.checkpoint.stores import Place
 
 
 @dataclass(frozen=True, slots=True)
-class AllRanks:
+class Teams:
     """The ranks of a process group (None: all), for steps that they take together.
 
     If a step fails on one rank, all raise the same error. No rank waits for another one longer than `timeout`.
@@ -61,7 +61,7 @@ def save_named(
     base: Place | None = None,
     latest: bool = True,
     async_op: bool = False,
-    ranks: AllRanks = AllRanks(),  # it does not change
+    ranks: Teams = Teams(),  # it does not change
 ) -> Future[None]:
     """Save from all ranks together. The future is done when the checkpoint is committed and `latest` names it.
 

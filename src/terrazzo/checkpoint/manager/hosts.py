@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import msgspec
 
-from terrazzo.checkpoint.manager.committing import AllRanks
+from terrazzo.checkpoint.manager.committing import Teams
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import is_plain_name, step_of_name
 from terrazzo.checkpoint.native.root import Root
@@ -332,7 +332,7 @@ class HostsStore(Store):
         return found
 
 
-def connect(own: LocalStore, send_on: SendOn, replicas: int, ranks: AllRanks) -> HostsStore:
+def connect(own: LocalStore, send_on: SendOn, replicas: int, ranks: Teams) -> HostsStore:
     """All hosts of a run, `own` of which is this one's. Ranks that see the same folder are on one host. Collective."""
     team = ranks.team(f"looking for the other hosts of {own.location}")
     name = f"{_MARK}{uuid.uuid4().hex[:12]}"

@@ -30,7 +30,7 @@ from typing import Any, Final, Self
 import msgspec
 import torch.distributed as dist
 
-from terrazzo.checkpoint.manager.committing import AllRanks, Unmade, save_named
+from terrazzo.checkpoint.manager.committing import Teams, Unmade, save_named
 from terrazzo.checkpoint.manager.housekeeping import Housekeeping
 from terrazzo.checkpoint.manager.mending import Loading
 from terrazzo.checkpoint.manager.policies import Best, KeepPolicy, Moment, SaveEvery, SavePolicy, parts_of
@@ -110,7 +110,7 @@ class CheckpointManager(Shown):
         self._copy_every = int(copy_every)
         if self._copy_every < 1:
             raise CheckpointManagerError(f"copy_every must be 1 or more, not {copy_every}")
-        self._ranks = AllRanks(process_group, timeout)
+        self._ranks = Teams(process_group, timeout)
         self._since = time.monotonic()
         self._went_back = False  # whether existing steps may be saved again
         self._trains = False  # a manager that only restores or holds does not copy
@@ -492,7 +492,7 @@ class CheckpointManager(Shown):
             raise CheckpointManagerError(f"the manager of {self.root} is closed: construct another one")
 
     def _patiently(self, doing: str, step: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
-        """Like `AllRanks.reduce`, repeated while `combine` returns nothing because the first rank is busy."""
+        """Like `Teams.reduce`, repeated while `combine` returns nothing because the first rank is busy."""
         while True:
             told = self._ranks.team(doing).reduce(step, combine)
             if told:

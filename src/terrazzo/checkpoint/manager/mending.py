@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from terrazzo.checkpoint.manager.committing import AllRanks
+from terrazzo.checkpoint.manager.committing import Teams
 from terrazzo.checkpoint.manager.hosts import HostsStore
 from terrazzo.checkpoint.manager.records import Record
 from terrazzo.checkpoint.manager.removing import remove, take_to_read
@@ -34,7 +34,7 @@ class Loading:
     tiers: Tiers
     record: Record
     load: Callable[[Store], object]
-    ranks: AllRanks
+    ranks: Teams
 
     def load_from(self, tier: Tier, leases: list[Lease], mends: int = _MENDS) -> bool:
         """Load from a tier. Returns whether its files are damaged beyond repair, so that the root's were loaded.

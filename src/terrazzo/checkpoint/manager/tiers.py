@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from terrazzo.checkpoint.manager.committing import AllRanks
+from terrazzo.checkpoint.manager.committing import Teams
 from terrazzo.checkpoint.manager.hosts import HostsStore, connect
 from terrazzo.checkpoint.manager.policies import Best, KeepLast, KeepPolicy, not_copied, reasons_to_keep, settled
 from terrazzo.checkpoint.manager.records import RUN, Catalog, Record, Unreadable, checked_step, write_reasons
@@ -204,7 +204,7 @@ def open_tiers(
     keep_local: KeepPolicy | int | None,
     best: Best | None,
     replicas: int,
-    ranks: AllRanks,
+    ranks: Teams,
 ) -> Tiers:
     """The tiers for a manager's arguments. Collective if it has local folders."""
     top = Tier(root, _settled(keep, best), best)
@@ -227,7 +227,7 @@ def open_tiers(
     return Tiers(top, Tier(Place(hosts), below, best), hosts)
 
 
-def _claim(root: Place, own: LocalStore, ranks: AllRanks) -> None:
+def _claim(root: Place, own: LocalStore, ranks: Teams) -> None:
     """Raise if a local folder has checkpoints of another run, from which this one must not resume."""
     doing = f"looking at the local folder {own.location}"
 

@@ -22,7 +22,7 @@ from terrazzo.checkpoint.formats.deepspeed.writing import (
     write_file,
 )
 from terrazzo.checkpoint.formats.source import Source
-from terrazzo.checkpoint.formats.torch_save import PendingTensor
+from terrazzo.checkpoint.formats.torch_save import UnwrittenTensor
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.plan.flatten import set_element
@@ -185,9 +185,9 @@ class _Streamed:
         self._source = source
         self._progress = progress
 
-    def flat(self, kind: str, placed: Sequence[Placed], rank: int, length: int, dtype: torch.dtype) -> PendingTensor:
+    def flat(self, kind: str, placed: Sequence[Placed], rank: int, length: int, dtype: torch.dtype) -> UnwrittenTensor:
         """A rank's flat tensor."""
-        return PendingTensor(dtype, (length,), lambda: self._flat(kind, placed, rank, length, dtype))
+        return UnwrittenTensor(dtype, (length,), lambda: self._flat(kind, placed, rank, length, dtype))
 
     def whole(self, name: str, dtype: torch.dtype | None) -> Any:
         """A value of the model's state."""
@@ -197,7 +197,7 @@ class _Streamed:
             return self._source.whole(stored)
         own = entry.properties.dtype
         wanted = dtype if dtype is not None and own.is_floating_point else own
-        return PendingTensor(
+        return UnwrittenTensor(
             wanted, tuple(entry.size), lambda: self._source.pieces(stored, self._progress, dtype=wanted)
         )
 

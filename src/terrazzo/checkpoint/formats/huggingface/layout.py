@@ -182,7 +182,7 @@ class FileLayout:
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightsLayout:
     """All files of a checkpoint."""
 
     files: tuple[FileLayout, ...]
@@ -204,7 +204,7 @@ def lay_out(
     max_shard_size: int | str = "5GB",
     metadata: Mapping[str, str] | None = None,
     numbers: Mapping[str, int] | None = None,
-) -> Layout:
+) -> WeightsLayout:
     """Place tensors in files of at most `max_shard_size` bytes of tensors (one larger tensor has a file of its own).
 
     Args:
@@ -239,7 +239,7 @@ def lay_out(
             {name: Slot(number, start, *tensors[name]) for name, start in zip(ordered, starts, strict=True)},
         )
         files.append(FileLayout(header, size, tuple(ordered)))
-    return Layout(tuple(files), slots)
+    return WeightsLayout(tuple(files), slots)
 
 
 def size_in_bytes(size: int | str) -> int:

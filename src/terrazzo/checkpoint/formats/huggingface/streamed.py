@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from terrazzo.checkpoint.formats.huggingface.layout import About, Layout, runs_of
+from terrazzo.checkpoint.formats.huggingface.layout import About, WeightsLayout, runs_of
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.stores import Upload
 from terrazzo.comm.control import ControlPlane
@@ -26,7 +26,7 @@ _WINDOW: Final = 8 << 20
 
 
 def write_streamed(
-    layout: Layout,
+    layout: WeightsLayout,
     rows: Sequence[Row],
     plane: ControlPlane,
     begin: Callable[[int], Upload],
@@ -87,7 +87,7 @@ class _Tried:
 class _Sender:
     """What this rank has of a file."""
 
-    def __init__(self, layout: Layout, number: int, rows: Sequence[Row]) -> None:
+    def __init__(self, layout: WeightsLayout, number: int, rows: Sequence[Row]) -> None:
         by_name: dict[str, list[Row]] = {}
         for row in rows:
             by_name.setdefault(row.name, []).append(row)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from terrazzo.checkpoint.formats.huggingface.layout import (
     STEM,
     About,
-    Layout,
+    WeightsLayout,
     encode_index,
     index_name,
     lay_out,
@@ -69,9 +69,9 @@ class HuggingFaceWriter(RowWriter):
     def __init__(
         self,
         path: str | os.PathLike[str] | Place | Store,
-        layout: Layout | None = None,
+        layout: WeightsLayout | None = None,
         *,
-        make_layout: Callable[[Mapping[str, About]], Layout] = lay_out,
+        make_layout: Callable[[Mapping[str, About]], WeightsLayout] = lay_out,
         stem: str = STEM,
         beside: Mapping[str, bytes] | None = None,
         always_index: bool = False,
@@ -86,7 +86,7 @@ class HuggingFaceWriter(RowWriter):
         self._beside = dict(beside or {})
         self._always_index = always_index
         self._group = process_group
-        self._layout: Layout | None = None
+        self._layout: WeightsLayout | None = None
         self._bytes_written: list[int] = []
         self._last: Upload | None = None  # the only file, on its owner, until the commit
         self._own: set[str] = set()  # final names that this rank has made
@@ -234,7 +234,7 @@ class HuggingFaceWriter(RowWriter):
         return single_name(self._stem)
 
     @property
-    def _known_layout(self) -> Layout:
+    def _known_layout(self) -> WeightsLayout:
         layout = self._layout or self._given
         if layout is None:
             raise CheckpointError("the plan has not passed through this writer's prepare_global_plan")
@@ -255,7 +255,7 @@ class HuggingFaceWriter(RowWriter):
 
     # -------------------------------------------------------------- writing
 
-    def _write_shared(self, store: LocalStore, layout: Layout, rows: Sequence[Row]) -> None:
+    def _write_shared(self, store: LocalStore, layout: WeightsLayout, rows: Sequence[Row]) -> None:
         """Byte ranges of files that all ranks write to."""
         by_file: dict[int, list[Row]] = {}
         for row in rows:
@@ -284,7 +284,7 @@ class HuggingFaceWriter(RowWriter):
                 raise
             upload.finish()
 
-    def _write_streamed(self, layout: Layout, rows: Sequence[Row], ranks: int) -> None:
+    def _write_streamed(self, layout: WeightsLayout, rows: Sequence[Row], ranks: int) -> None:
         """Whole files by one rank each."""
         self._bytes_written = [0] * len(layout.files)
 
