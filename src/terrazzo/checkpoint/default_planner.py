@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
     PyTorch's planner of this name, which libraries use to load whole checkpoints.
     """
 
-    def __init__(self, keys: set[str] | None = None, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, keys: Collection[str] | None = None, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.keys = keys
 
@@ -49,7 +49,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         for name, entry in metadata.state_dict_metadata.items():
             path = paths.get(name) or (name,)
             above = {".".join(map(str, path[:count])) for count in range(1, len(path) + 1)}
-            if self.keys is None or name in self.keys or above & self.keys:
+            if self.keys is None or name in self.keys or not above.isdisjoint(self.keys):
                 value = empty(name, entry.size, entry.properties.dtype) if is_tensor_entry(entry) else None
                 set_element(state_dict, path, value)
         super().set_up_planner(state_dict, metadata, is_coordinator)
