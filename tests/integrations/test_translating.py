@@ -339,6 +339,8 @@ def check_refusals() -> None:
             assert helper(name)(plain) is None and helper(name)(parallel) is None
             with pytest.raises(PrivateHelperError, match=r"FSDPLinear, which .* isinstance\(module, terrazzo.fsdp"):
                 helper(name)(sharded)
+        with pytest.raises(AttributeError, match="_get_fsdp_state"):  # by which libraries change PyTorch's state
+            _ = sharded._get_fsdp_state
         assert helper("torch.distributed.checkpoint.state_dict._get_fqns")(sharded, "weight") == {"weight"}
         refused = {
             f"{planner_helpers}._create_read_items": ("w", reader, None),

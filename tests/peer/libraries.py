@@ -16,7 +16,8 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, os.path.dirname(__file__))
@@ -28,16 +29,24 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 @dataclass(frozen=True)
 class Library:
-    """Files, below the folder of the repository, and the folders below it that are put on the path."""
+    """Files, below the folder of the repository, and the folders below it that are put on the path.
+
+    With `ranks` its tests run with the plugin `on_ranks`: for the files in the folders `on_cpu` the CPU stands for
+    GPUs, `scripts` are started with that many ranks, and the functions `new_enough` say that a GPU is.
+    """
 
     files: tuple[str, ...]
     path: tuple[str, ...] = (".",)
-    options: tuple[str, ...] = ()
+    ranks: bool = False
+    on_cpu: tuple[str, ...] = ()
+    scripts: Mapping[str, int] = field(default_factory=dict)
+    new_enough: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 LIBRARIES = {
     "torchtitan": Library(("tests/unit_tests",)),
-    "OLMo-core": Library(("src/test/distributed",), ("src",)),
+    "OLMo-core": Library(("src/test/distributed",), ("src",), ranks=True),
     "accelerate": Library(("tests/fsdp", "tests/tp", "tests/test_state_checkpointing.py"), ("src",)),
     "lightning": Library(
         (
@@ -49,7 +58,55 @@ LIBRARIES = {
         ("tests", "src"),
     ),
     "ao": Library(
-        ("test/quantization/quantize_", "test/test_low_bit_optim.py", "test/prototype/test_quantized_training.py")
+        (
+            *("test/float8/test_fsdp2", "test/test_low_bit_optim.py", "test/prototype/test_quantized_training.py"),
+            *("test/quantization/quantize_/workflows/nf4", "test/prototype/pat/test_pat_subset_mesh.py"),
+        ),
+        ranks=True,
+        on_cpu=("test",),
+        scripts={
+            "test/float8/test_dtensor.py": 2,
+            "test/float8/test_fsdp2_tp.py": 4,
+            "test/prototype/mx_formats/test_mx_dtensor.py": 2,
+        },
+        new_enough=("torchao.utils.is_sm_at_least_89",),
+    ),
+    "verl": Library(
+        (
+            *(
+                f"tests/utils/test_{name}.py"
+                for name in (
+                    *(
+                        "fsdp2_peft_wrapping",
+                        "fsdp2_model_transfer_on_cpu",
+                        "fsdp_wrap_policy_on_cpu",
+                        "fsdp_lora_merge",
+                    ),
+                    *("normalize_peft_param_name", "normalize_peft_param_name_on_cpu", "activation_offload"),
+                )
+            ),
+            *(
+                f"tests/checkpoint_engine/test_{name}.py"
+                for name in (*("sharded_delta", "block_placement", "fsdp_lora_only_checkpoint_on_cpu"),)
+            ),
+            *(
+                "tests/utils/ckpt/test_lora_custom_object_save_on_cpu.py",
+                "tests/workers/test_fsdp_gradient_accumulation_sync_on_cpu.py",
+            ),
+        ),
+        ranks=True,
+        on_cpu=(
+            "tests/special_distributed",
+            *(
+                f"tests/utils/test_{name}.py"
+                for name in ("fsdp_lora_merge", "normalize_peft_param_name", "activation_offload")
+            ),
+        ),
+        scripts={
+            "tests/special_distributed/test_sharded_delta_gather.py": 4,
+            "tests/special_distributed/test_fsdp2_cpu_offload_state_dict.py": 2,
+        },
+        environment={"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu"},
     ),
     "torchtune": Library(("tests/torchtune/training/test_distributed.py", "tests/torchtune/training/checkpointing")),
     "s3-connector-for-pytorch": Library(("s3torchconnector/tst/unit/dcp",), ("s3torchconnector/src",)),
@@ -60,18 +117,26 @@ def run(folder: Path, library: Library, installed: bool, log: Path, limit: float
     """Run a library's tests; what pytest says of each goes to `log` as soon as it is known."""
     environment = {
         **os.environ,
+        **library.environment,
+        "PEER_ON_CPU": " ".join(str(folder / each) for each in library.on_cpu),
+        "PEER_SCRIPTS": " ".join(f"{path}={ranks}" for path, ranks in library.scripts.items()),
+        "PEER_YES": " ".join(library.new_enough),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TERRAZZO_INSTALL": str(int(installed)),
         "PYTHONPATH": os.pathsep.join(
-            [*(str(folder / each) for each in library.path), os.environ.get("PYTHONPATH", "")]
+            [
+                *(str(folder / each) for each in library.path),
+                str(Path(__file__).parent),
+                os.environ.get("PYTHONPATH", ""),
+            ]
         ),
     }
-    files = [each for each in library.files if (folder / each).exists()]
+    files = [each for each in (*library.files, *library.scripts) if (folder / each).exists()]
     command = [sys.executable, "-m", "pytest", "-v", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
     with log.open("w") as file:
         done = subprocess.Popen(
-            [*command, *library.options, "--timeout=120", "-k", select, *files],
+            [*command, *(("-p", "on_ranks") if library.ranks else ()), "--timeout=120", "-k", select, *files],
             cwd=folder, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
