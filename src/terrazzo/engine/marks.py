@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -151,7 +152,8 @@ class _Pulse:
     def _write_last(self) -> None:
         """When the program ends: its last steps may have been made within a second."""
         if self._unwritten is not None:
-            self._write(*self._unwritten)
+            with suppress(OSError, RuntimeError):  # the folder may be gone, and the device unusable
+                self._write(*self._unwritten)
 
     def _write(self, step: int, loss: Tensor | float | None, samples: int | None, tokens: int | None) -> None:
         if isinstance(loss, Tensor):
