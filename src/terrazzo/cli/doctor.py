@@ -30,6 +30,9 @@ _TRIED = 4 << 20  # bytes that are written to a folder of checkpoints, and remov
 _PORT = 29500  # where torchrun's ranks meet if nothing is said
 
 
+_Check = tuple[str, Callable[[], list["Finding"]]]
+
+
 @dataclass(frozen=True)
 class Finding:
     """What one check found; `mend` says what to do, if anything."""
@@ -51,7 +54,8 @@ def doctor(
     The exit status is 1 if there is something to mend.
     """
     findings: list[Finding] = []
-    for name, check in (*_CHECKS, *((folder, partial(_store, folder)) for folder in folders or ())):
+    of_folders: list[_Check] = [(folder, partial(_store, folder)) for folder in folders or ()]
+    for name, check in (*_CHECKS, *of_folders):
         found = _made(name, check)
         findings += found
         if not json:
@@ -235,7 +239,7 @@ def _store(place: str) -> list[Finding]:
     return [Finding(place, f"written, read and removed ({' and '.join(speed)} MB/s){free}")]
 
 
-_CHECKS: tuple[tuple[str, Callable[[], list[Finding]]], ...] = (
+_CHECKS: tuple[_Check, ...] = (
     ("versions", _versions),
     ("accelerator", _accelerator),
     ("limits", _limits),
