@@ -139,7 +139,7 @@ def reduce_extreme(x: Tensor, axis: Axis, op: str, ties: Tensor) -> Tensor:
     """
     found = x.detach()
     top = collectives.all_reduce(found, axis, op)
-    own = ties.double() * (found == top)
+    own = ties.to(torch.promote_types(x.dtype, torch.float32)) * (found == top)
     share = own / collectives.all_reduce(own, axis)
     return _run(_EXTREME, x, axis, share.to(x.dtype), wait=lambda: top)
 
