@@ -154,6 +154,7 @@ def under_fake_tensors() -> bool:
 _UNSEEN = "what a plan tries on stand-ins is not part of the program"
 _without_dispatch_modes: Any = private("torch.utils._python_dispatch._disable_current_modes", _UNSEEN)
 _without_function_mode: Any = private("torch.overrides._pop_mode_temporarily", _UNSEEN)
+_dispatch_modes: Callable[[], int] = private("torch._C._len_torch_dispatch_stack", _UNSEEN)
 _function_modes: Callable[[], int] = private("torch._C._len_torch_function_stack", _UNSEEN)
 
 
@@ -165,7 +166,8 @@ def unseen() -> Iterator[None]:
     results by their numbers, so both would take what is tried for results of the program.
     """
     with ExitStack() as stack:
-        stack.enter_context(_without_dispatch_modes())
+        if _dispatch_modes():
+            stack.enter_context(_without_dispatch_modes())
         for _ in range(_function_modes()):
             stack.enter_context(_without_function_mode())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
