@@ -31,7 +31,7 @@ print(json.dumps({
     "leads": os.getsid(0) == os.getpid() == os.getpgid(0), "parent": os.getppid(),
     "unbuffered": sys.stdout.write_through, "torch": torch.get_num_threads(),
     "draws": [random.random(), numpy.random.rand(), torch.initial_seed()],
-    "handler": signal.getsignal(signal.SIGINT).__name__,
+    "handler": getattr(signal.getsignal(signal.SIGINT), "__name__", "ignored"),  # as started in the background
     "own": sorted(name for name in sys.modules if name == "beside"),
 }))
 import beside
