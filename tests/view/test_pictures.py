@@ -34,7 +34,7 @@ SIZES = {"desk": {"viewport": {"width": 1280, "height": 800}, "color_scheme": "l
          "night": {"viewport": {"width": 1280, "height": 800}, "color_scheme": "dark"},
          "phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark", "has_touch": True}}  # fmt: skip
 ACROSS = 64  # pixels of a stored picture
-CLOSE = 1.5  # the mean distance of pixels, of 255, below which pictures are alike: fonts are 0.2 to 1.1 apart
+CLOSE = 2.5  # the mean distance of pixels, of 255, below which pictures are alike: fonts are 0.2 to 2.0 apart
 
 # ------------------------------------------------------------------ the same pages on every machine
 
