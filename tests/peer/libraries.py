@@ -59,8 +59,11 @@ LIBRARIES = {
     ),
     "ao": Library(
         (
-            *("test/float8/test_fsdp2", "test/test_low_bit_optim.py", "test/prototype/test_quantized_training.py"),
-            *("test/quantization/quantize_/workflows/nf4", "test/prototype/pat/test_pat_subset_mesh.py"),
+            "test/float8/test_fsdp2",
+            "test/test_low_bit_optim.py",
+            "test/prototype/test_quantized_training.py",
+            "test/quantization/quantize_/workflows/nf4",
+            "test/prototype/pat/test_pat_subset_mesh.py",
         ),
         ranks=True,
         on_cpu=("test",),
@@ -73,34 +76,25 @@ LIBRARIES = {
     ),
     "verl": Library(
         (
-            *(
-                f"tests/utils/test_{name}.py"
-                for name in (
-                    *(
-                        "fsdp2_peft_wrapping",
-                        "fsdp2_model_transfer_on_cpu",
-                        "fsdp_wrap_policy_on_cpu",
-                        "fsdp_lora_merge",
-                    ),
-                    *("normalize_peft_param_name", "normalize_peft_param_name_on_cpu", "activation_offload"),
-                )
-            ),
-            *(
-                f"tests/checkpoint_engine/test_{name}.py"
-                for name in (*("sharded_delta", "block_placement", "fsdp_lora_only_checkpoint_on_cpu"),)
-            ),
-            *(
-                "tests/utils/ckpt/test_lora_custom_object_save_on_cpu.py",
-                "tests/workers/test_fsdp_gradient_accumulation_sync_on_cpu.py",
-            ),
+            "tests/utils/test_fsdp2_peft_wrapping.py",
+            "tests/utils/test_fsdp2_model_transfer_on_cpu.py",
+            "tests/utils/test_fsdp_wrap_policy_on_cpu.py",
+            "tests/utils/test_fsdp_lora_merge.py",
+            "tests/utils/test_normalize_peft_param_name.py",
+            "tests/utils/test_normalize_peft_param_name_on_cpu.py",
+            "tests/utils/test_activation_offload.py",
+            "tests/utils/ckpt/test_lora_custom_object_save_on_cpu.py",
+            "tests/checkpoint_engine/test_sharded_delta.py",
+            "tests/checkpoint_engine/test_block_placement.py",
+            "tests/checkpoint_engine/test_fsdp_lora_only_checkpoint_on_cpu.py",
+            "tests/workers/test_fsdp_gradient_accumulation_sync_on_cpu.py",
         ),
         ranks=True,
         on_cpu=(
             "tests/special_distributed",
-            *(
-                f"tests/utils/test_{name}.py"
-                for name in ("fsdp_lora_merge", "normalize_peft_param_name", "activation_offload")
-            ),
+            "tests/utils/test_fsdp_lora_merge.py",
+            "tests/utils/test_normalize_peft_param_name.py",
+            "tests/utils/test_activation_offload.py",
         ),
         scripts={
             "tests/special_distributed/test_sharded_delta_gather.py": 4,
