@@ -65,7 +65,7 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
             for child in inner.values():
                 if child not in known:
                     known.add(child)
-                    found.append(child)  # type: ignore[arg-type]
+                    found.append(child)  # type: ignore[arg-type]  # None is known
     return found
 
 
