@@ -46,10 +46,11 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         if state_dict or metadata is None:
             raise CheckpointError(f"{type(self).__name__} needs an empty state dict, and the checkpoint's metadata")
         paths: Any = metadata.planner_data or {}
+        wanted = None if self.keys is None else set(self.keys)
         for name, entry in metadata.state_dict_metadata.items():
             path = paths.get(name) or (name,)
             above = {".".join(map(str, path[:count])) for count in range(1, len(path) + 1)}
-            if self.keys is None or name in self.keys or not above.isdisjoint(self.keys):
+            if wanted is None or name in wanted or above & wanted:
                 value = empty(name, entry.size, entry.properties.dtype) if is_tensor_entry(entry) else None
                 set_element(state_dict, path, value)
         super().set_up_planner(state_dict, metadata, is_coordinator)
