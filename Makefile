@@ -70,9 +70,10 @@ sample: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(SAMPLE:%=tests/%) $(ARGS)
 
 # What says little more than a test, at length: on more ranks, through other people's programs (torchtitan, Lightning,
-# Transformers, DeepSpeed; Ray and Kubeflow where they are installed).  CI runs these after the tests.
+# Transformers, DeepSpeed; Ray and Kubeflow where they are installed).  CI runs these after the tests, as many as a slow
+# machine can in MINUTES, others each time.
 long: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --long -m long $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --long -m long $(MINUTES:%=--minutes %) $(ARGS)
 
 # On a machine with accelerators: the tests marked `gpu` and the benchmarks that make sense there, into
 # docs/benchmarks-gpu.md. It installs nothing: it takes PYTHON, or the environment of `make setup`, or what `python` is.

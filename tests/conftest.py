@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
+import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +36,21 @@ hypothesis.settings.load_profile("terrazzo")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="Also run what is marked as long.")
     parser.addoption("--proofs", action="store_true", help="Also run what is marked as long or as a proof.")
+    parser.addoption("--minutes", type=float, help="Begin no test after so long; files come in an order of chance.")
     parser.addoption("--device", help="Run what is marked gpu on this kind of device; with --long also on_late.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     device_ranks.choose(config.getoption("--device"))
+
+
+_BEGAN = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() > _BEGAN + 60 * minutes:
+        pytest.skip(f"not run: the {minutes:g} minutes of --minutes are over")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,6 +71,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         deselected = {item for item in items for marker in left_out if item.get_closest_marker(marker)}
     config.hook.pytest_deselected(items=[item for item in items if item in deselected])
     items[:] = sorted((item for item in items if item not in deselected), key=_turn)
+    if config.getoption("--minutes") is not None:  # so that not always the same are left out
+        files = sorted({item.path for item in items})
+        random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).shuffle(files)  # processes of one session agree
+        items.sort(key=lambda item: files.index(item.path))
 
 
 def _is_needless(item: pytest.Item) -> bool:
