@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import terrazzo
@@ -263,6 +264,52 @@ def check_backward_that_nobody_sees() -> None:
 
 def test_backward_that_nobody_sees():
     run_ranks(1, check_backward_that_nobody_sees)
+
+
+def check_gradients_aside() -> None:
+    """Gradients that the program takes through the model, also inside another backward, are no part of a step."""
+    expected = train_plainly(STEPS)[0]
+
+    def slope(engine, x, y):
+        with torch.enable_grad():  # which is off in hooks
+            x = x.clone().requires_grad_()
+            return torch.autograd.grad(loss_of(engine, x, y), x)[0]
+
+    def same(engine, x, y):
+        return torch.func.grad(lambda x: loss_of(engine, x, y))(x)
+
+    def slope_in_a_hook(engine, part):
+        other, found = torch.ones((), requires_grad=True), []
+        other.register_hook(lambda _: found.append(slope(engine, *part)))
+        (other * 2).backward()
+        return found[0]
+
+    for stage in (0, 1, 2, 3):
+        engine = engine_of(stage, gradient_accumulation_steps=2)
+        losses = []
+        for x, y in batches(STEPS):
+            total = torch.zeros(())
+            for micro in (0, 1):
+                first = (micro * dist.get_world_size() + dist.get_rank()) * engine.train_micro_batch_size_per_gpu()
+                part = [each[first : first + engine.train_micro_batch_size_per_gpu()] for each in (x, y)]
+                expected_slope = slope(engine, *part)
+                torch.testing.assert_close(same(engine, *part), expected_slope)
+                loss = loss_of(engine, *part)
+                torch.testing.assert_close(slope_in_a_hook(engine, part), expected_slope)
+                assert engine.between_steps is (micro == 0)
+                total += engine.backward(loss)
+                engine.step()
+            losses.append(averaged(total))
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
+    half = engine_of(1, fp16={"enabled": True, "loss_scale": 8})
+    x = torch.ones(4, 6)
+    assert slope(half, x, torch.zeros(4, 3)).any()
+    with pytest.raises(EngineError, match="without the loss scale"):
+        loss_of(half, x, torch.zeros(4, 3)).backward()
+
+
+def test_gradients_aside_are_no_part_of_a_step():
+    run_ranks(2, check_gradients_aside)
 
 
 def check_compiled() -> None:

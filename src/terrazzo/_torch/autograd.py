@@ -42,6 +42,34 @@ def in_backward() -> bool:
     return _graph_task() != -1
 
 
+_will_run: Callable[[Any], bool] = private(
+    "torch._C._will_engine_execute_node", "the engine tells loss.backward() from torch.autograd.grad"
+)
+
+
+def adds_to_leaves() -> bool:
+    """Whether the backward that runs adds to `.grad` of a leaf, as those of `torch.autograd.grad` do not.
+
+    Called in a hook of a tensor, of which the leaves below it count. If none is seen, as where all of them are in
+    checkpointed functions that run a backward of their own, they may get gradients.
+    """
+    todo = [current_node()]
+    seen, leaves = set(todo), False
+    while todo:
+        node = todo.pop()
+        if hasattr(node, "variable"):
+            leaves = True
+            try:
+                if _will_run(node):
+                    return True
+            except RuntimeError:  # it is one of the inputs of `torch.autograd.grad`
+                pass
+        below = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= below
+        todo += below
+    return not leaves
+
+
 run_backward: Any = private(
     "torch.autograd.Variable._execution_engine.run_backward", "backward of one DTensor, without torch's checks"
 )

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from terrazzo._torch.autograd import adds_to_leaves
 from terrazzo._torch.dispatching import tree_leaves
 from terrazzo.engine.config import EngineConfig
 from terrazzo.engine.random_ltd import RandomLTD
@@ -77,7 +78,7 @@ class Losses:
     def _at_output(self, gradient: Tensor) -> None:
         """A gradient arrives at the model's output."""
         self._reduced = self._sync
-        if self._inside:
+        if self._inside or not adds_to_leaves():
             return
         if self._engine.config.fp16.enabled and not self.scaled:
             raise EngineError(_UNSCALED)
