@@ -369,6 +369,54 @@ def pickled_tensor(path: Path, size: tuple[int, ...], strides: tuple[int, ...]) 
             target.writestr(name, pickled.getvalue() if name.endswith("data.pkl") else made.read(name))
 
 
+def zipped(pickled: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
+    """What `torch.save` writes, with this pickle and a storage of 4 numbers."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", method) as target:
+        for name, content in (
+            ("data.pkl", pickled),
+            ("byteorder", b"little"),
+            ("data/0", bytes(16)),
+            ("version", b"3"),
+        ):
+            target.writestr(f"archive/{name}", content)
+    return made.getvalue()
+
+
+def called(module: str, name: str, arguments: bytes) -> bytes:
+    """A pickle that calls a function with arguments, which are pickled without their ends."""
+    return b"\x80\x02c" + f"{module}\n{name}\n".encode() + arguments + b"R."
+
+
+def value_in_dcp(path: Path, data: bytes) -> None:
+    """A DCP checkpoint with a value whose bytes are these."""
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(small_state() | {"object": io.BytesIO(data)}, checkpoint_id=path, no_dist=True)
+
+
+_STORED = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ"
+_TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n(" + _STORED + b"K\x00J\x00\x00\xf0\x00\x85K\x00\x85\x89NtR"  # of 60 MB
+_3_GB = b"\x8a\x05" + (3 << 30).to_bytes(5, "little")
+_SIZE = b"\x8a\x08" + (1 << 60).to_bytes(8, "little")
+_SPARSE = (  # of 2^60 rows, none of which is there
+    b"ctorch.serialization\n_get_layout\nX\x10\x00\x00\x00torch.sparse_coo\x85R("
+    + b"ctorch._utils\n_rebuild_tensor_v2\n(" + _STORED.replace(b"Float", b"Long").replace(b"K\x04", b"K\x00")
+    + b"K\x00K\x01K\x00\x86K\x01K\x01\x86\x89NtR"
+    + b"ctorch._utils\n_rebuild_tensor_v2\n(" + _STORED + b"K\x00K\x00\x85K\x01\x85\x89NtR"
+    + b"ctorch\nSize\n(" + _SIZE + b"t\x85Rt\x86"
+)  # fmt: skip
+VALUES = {
+    "bytes that ask for 3 GB": called("builtins", "bytearray", _3_GB + b"\x85"),
+    "a value that asks for 3 GB": zipped(called("builtins", "bytearray", _3_GB + b"\x85")),
+    "a value of a quantised tensor of 2^60": zipped(called("torch._utils", "_rebuild_qtensor", _SIZE + b"\x85")),
+    "a value that is deflated": zipped(pickle.dumps(bytes(300 << 20)), zipfile.ZIP_DEFLATED),
+    "a value of 40 tensors of 60 MB in 16 bytes": zipped(b"\x80\x02(" + _TENSOR * 40 + b"l."),
+    "a value of a sparse tensor of 2^60": zipped(called("torch._utils", "_rebuild_sparse_tensor", _SPARSE)),
+}
+
 NO_TEXT = "w\ud800"
 HOSTILE: dict[str, Callable[[Path], object]] = {
     "metadata is a list": lambda path: safetensors(path, [1]),
@@ -407,6 +455,7 @@ HOSTILE: dict[str, Callable[[Path], object]] = {
     "size overflows": lambda path: pickled_tensor(path, (1 << 40, 1 << 40), (0, 0)),
     "size of nothing overflows": lambda path: pickled_tensor(path, (1 << 59, 1 << 59, 0), (1, 1, 1)),
     "strides overflow": lambda path: pickled_tensor(path, (1, 1), (1 << 59, 1 << 59)),
+    **{name: partial(value_in_dcp, data=data) for name, data in VALUES.items()},
     "4 numbers as 2^30": lambda path: pickled_tensor(path, (1 << 30,), (0,)),
 }
 
@@ -498,6 +547,15 @@ def bounded() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
+def asked_for_too_much(error: BaseException | None) -> bool:
+    """Whether an error comes from one that says that there is no memory: elsewhere it is taken."""
+    while error is not None:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
 def outcome(run: Callable[[], None]) -> str | None:
     """What is wrong with how this ended; None if nothing."""
     start = time.process_time()
@@ -505,8 +563,9 @@ def outcome(run: Callable[[], None]) -> str | None:
         with bounded(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             run()
-    except TerrazzoError:
-        pass
+    except TerrazzoError as error:
+        if asked_for_too_much(error):
+            return f"asks for more memory: {error!r}"
     except Hangs:
         return f"hangs after {time.process_time() - start:.1f} s of work"
     except BaseException:  # noqa: B036  # all that should not come out

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import io
 import os
 import pickle
 import warnings
@@ -16,10 +19,12 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from checkpoint.fuzz import VALUES, asked_for_too_much, bounded
 from ranks import run_ranks
 from terrazzo.checkpoint import DefaultSavePlanner, FileSystemWriter, load, save
 from terrazzo.checkpoint.formats import DCPReader, DCPWriter, detect
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA
+from terrazzo.checkpoint.formats.torch_archive import value_of
 from terrazzo.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -28,7 +33,9 @@ from terrazzo.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
     DivergentValueError,
+    TerrazzoError,
     UnsafePickleError,
+    UnsupportedValueError,
 )
 
 
@@ -291,6 +298,46 @@ def test_malice_in_a_value_runs_nothing(tmp_path: Path) -> None:
     with pytest.raises(UnsafePickleError, match="x: .*system"):
         load({"x": 0}, checkpoint_id=tmp_path / "c")
     assert not (tmp_path / "marker").exists()
+
+
+@dataclasses.dataclass
+class Settings:
+    scale: torch.Tensor
+    sizes: tuple[int, ...] = ()
+
+
+class Kind(enum.Enum):
+    DENSE = 1
+
+
+@pytest.mark.parametrize("whose", ["ours", "PyTorch's"])
+def test_values_of_allowed_classes_and_sparse_tensors(whose: str, tmp_path: Path) -> None:
+    """Also where a reader hands their bytes to the planner."""
+    value = {Kind.DENSE: [Settings(torch.arange(3.0), (1, 2))], "sparse": (torch.eye(3).to_sparse(),)}
+    value["compressed"] = [torch.eye(3).to_sparse_csr()]
+    torch_save({"x": (value,)}, tmp_path)
+    given: dict[str, Any] = {"checkpoint_id": tmp_path}
+    if whose == "PyTorch's":
+        given = {"storage_reader": dcp.FileSystemReader(tmp_path)}
+    state: dict[str, Any] = {"x": None}
+    with pytest.raises(TerrazzoError, match="Settings|Kind"):
+        load(state, **given)
+    with torch.serialization.safe_globals([Settings, (Kind, f"{__name__}.Kind")]):
+        load(state, **given)
+    (found,) = state["x"]
+    assert found[Kind.DENSE][0].sizes == (1, 2) and found[Kind.DENSE][0].scale.tolist() == [0, 1, 2]
+    sparse, compressed = found["sparse"][0], found["compressed"][0]
+    assert sparse.is_coalesced() and torch.equal(sparse.to_dense(), torch.eye(3))
+    assert compressed.layout is torch.sparse_csr and torch.equal(compressed.to_dense(), torch.eye(3))
+
+
+@pytest.mark.parametrize("data", VALUES.values(), ids=VALUES.keys())
+def test_bytes_that_a_reader_hands_over_take_no_more_memory_than_they_have(data: bytes) -> None:
+    try:
+        with bounded():
+            assert value_of("x", io.BytesIO(data), False, "allow it").layout is torch.sparse_coo
+    except UnsupportedValueError as error:
+        assert not asked_for_too_much(error)
 
 
 @pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b"])

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrazzo.checkpoint.formats.table import Asked, StoredBox, chunk_at, file_at, read_rows
+from terrazzo.checkpoint.formats.stored import Asked, StoredBox, chunk_at, file_at, read_rows
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive, replace_tensors
 from terrazzo.checkpoint.formats.torch_save import UnwrittenTensor, write_archive
 from terrazzo.checkpoint.formats.windows import Window

@@ -23,8 +23,9 @@ from terrazzo.checkpoint.formats.dcp_metadata import METADATA
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.registry import check_is_found, import_all
 from terrazzo.checkpoint.formats.source import Source, copy_checkpoint
-from terrazzo.checkpoint.formats.table import StoredBox, TableReader
-from terrazzo.checkpoint.formats.torch_archive import StoredTensor, open_archive
+from terrazzo.checkpoint.formats.stored import StoredBox
+from terrazzo.checkpoint.formats.table import TableReader
+from terrazzo.checkpoint.formats.torch_archive import StoredTensor, open_archive, value_names
 from terrazzo.checkpoint.formats.torch_save import write_archive
 from terrazzo.checkpoint.formats.windows import Header, Value, Window, check_file, is_archive, read_header
 from terrazzo.checkpoint.metadata import (
@@ -93,7 +94,7 @@ class DCPReader(TableReader):
         location = self._location(MetadataIndex(name))
         window = self._window(location, name)
         if is_archive(window):
-            return open_archive(window).materialised()
+            return open_archive(window, value_names()).materialised()
         return io.BytesIO(window.read(0, window.length))  # bytes that a custom planner encoded
 
     @classmethod

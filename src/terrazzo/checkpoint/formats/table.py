@@ -1,22 +1,17 @@
-"""Checkpoints of other systems as rows, each a box of a tensor and where its elements lie; and their one reader.
-
-A format says which rows a tensor has (`TableReader.rows_of`). They are read by the engine that reads the native format.
-"""
+"""Readers of checkpoints of other systems: a format says which rows (`stored`) a tensor has (`TableReader.rows_of`)."""
 
 from __future__ import annotations
 
 import abc
 import io
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-import msgspec
 import torch
 
-from terrazzo._threads import results_of
+from terrazzo.checkpoint.formats.stored import Asked, FilesRead, StoredBox, read_rows
 from terrazzo.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -24,16 +19,12 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.chunks import Overlap
-from terrazzo.checkpoint.native.dtypes import dtype_name
-from terrazzo.checkpoint.native.finding import in_file_order
 from terrazzo.checkpoint.native.objects import ObjectBytes
-from terrazzo.checkpoint.native.requests import Requests
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.rows import Target
-from terrazzo.checkpoint.native.spans import StoredChunk, WantedBox, strides_of
 from terrazzo.checkpoint.stores import Entry, Place, Store
 from terrazzo.checkpoint.torch_api.storages import TargetReader
-from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError, ConflictError
+from terrazzo.errors import CheckpointFormatError, CheckpointNotFoundError, ConflictError
 from terrazzo.layout.box import Box
 
 _FEW: Final = 8  # files whose dates are asked for one by one
@@ -87,100 +78,6 @@ class BoxReader(TargetReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return Place(checkpoint_id).exists()
-
-
-class StoredBox(msgspec.Struct, frozen=True, eq=False):
-    """A box of a tensor in a file of `store`, and where: if that takes a look into the file, a function finds it."""
-
-    box: Box
-    store: Store
-    chunk: StoredChunk | Callable[[], StoredChunk]
-
-
-class Asked(msgspec.Struct, frozen=True, eq=False):
-    """A box of a tensor that is to be read, and the rows of the tensor: or all of it, if it is in memory."""
-
-    name: str
-    box: Box
-    rows: Sequence[StoredBox] | torch.Tensor
-
-
-class FilesRead(msgspec.Struct, eq=False):
-    """How many bytes were read, and of which files."""
-
-    nbytes: int = 0
-    files: dict[Store, set[str]] = msgspec.field(default_factory=dict)
-
-
-def chunk_at(
-    name: str,
-    file: FileEntry,
-    start: int,
-    dtype: torch.dtype,
-    shape: Sequence[int],
-    strides: tuple[int, ...] | None = None,
-    crc: int = 0,
-) -> StoredChunk:
-    """The elements from byte `start` of a file on, at these strides, or in row-major order."""
-    shape = tuple(shape)
-    count = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides or strides_of(shape), strict=True))
-    nbytes = count * dtype.itemsize
-    return StoredChunk(name, file, start, nbytes, shape, dtype_name(dtype), 1, None, 0, strides=strides, crc=crc)
-
-
-def file_at(store: Store, key: str) -> FileEntry:
-    """A file that has to be there."""
-    try:
-        return FileEntry(key, store.stat(key).size, 0, 0)
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{store.location}: the file {key} is missing") from error
-
-
-@torch.no_grad()
-def read_rows(asked: Sequence[Asked], targets: Sequence[torch.Tensor]) -> FilesRead:
-    """Fill a tensor with each box that is asked for."""
-    found: list[tuple[int, StoredBox, Box]] = []  # what each row has of each box
-    for number, each in enumerate(asked):
-        if isinstance(each.rows, torch.Tensor):
-            targets[number].copy_(each.rows[each.box.slices()])
-            continue
-        commons = [(number, row, common) for row in each.rows if (common := row.box.intersect(each.box)) is not None]
-        if sum(common.numel for _, _, common in commons) != each.box.numel:
-            raise CheckpointCorruptError(f"{each.name!r}: the files do not have all elements of {each.box} once")
-        found += commons
-    located = _located([row for _, row, _ in found])
-    wanted: dict[Store, list[WantedBox]] = defaultdict(list)
-    for number, row, common in found:
-        inside, whole = common.relative_to(row.box), asked[number].box
-        part = None if common == whole else common.relative_to(whole)
-        wanted[row.store].append(WantedBox(located[id(row)], inside.offsets, inside.lengths, number, part))
-    read = FilesRead()
-    for store, boxes in wanted.items():
-        requests = Requests(store, verify=False)
-        requests.read(each.of(targets[each.number]) for each in in_file_order(boxes))
-        read.nbytes += requests.bytes_read
-        read.files[store] = {each.chunk.file.name for each in boxes}
-    return read
-
-
-def _located(rows: Iterable[StoredBox]) -> dict[int, StoredChunk]:
-    """Where rows lie, by their ids; several files are looked into at once."""
-    found: dict[int, StoredChunk] = {}
-    calls: dict[int, Callable[[], StoredChunk]] = {}
-    depth = 1
-    for row in rows:
-        if isinstance(row.chunk, StoredChunk):
-            found[id(row)] = row.chunk
-        else:
-            calls[id(row)] = row.chunk
-            depth = max(depth, row.store.caps.depth)
-    return found | dict(zip(calls, results_of([*calls.values()], depth, "terrazzo-headers"), strict=True))
-
-
-def read_chunk(store: Store, chunk: StoredChunk, target: torch.Tensor) -> None:
-    """Fill `target` with all of a chunk."""
-    whole = Box.whole(chunk.shape)
-    read_rows([Asked(chunk.name, whole, [StoredBox(whole, store, chunk)])], [target])
 
 
 def tensor_entry(dtype: torch.dtype, shape: Sequence[int], boxes: Sequence[Box] | None = None) -> TensorStorageMetadata:

@@ -12,22 +12,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 import torch
 
 from terrazzo.checkpoint.formats import unpickle
-from terrazzo.checkpoint.formats.table import StoredBox, chunk_at, read_chunk
-from terrazzo.checkpoint.formats.unpickle import Call
+from terrazzo.checkpoint.formats.stored import StoredBox, chunk_at, file_at, read_chunk
+from terrazzo.checkpoint.formats.unpickle import Call, Pickled
 from terrazzo.checkpoint.formats.windows import Window, WindowStream, ZipDirectory, is_zip
+from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.spans import StoredChunk
-from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, UnsafePickleError
+from terrazzo.checkpoint.stores.memory import MemoryStore
+from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, UnsafePickleError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL: Final = 1001
 _EXPANDED: Final = 64 << 20  # bytes by which a tensor in a value may be larger than what is stored of it
+_SHARED: Final = 16  # times that the tensors in a value may have the bytes of its file
 _REPEATED: Final = 1024  # times that any larger tensor may repeat its bytes, with strides of 0
 
 
@@ -71,7 +74,7 @@ class Archive:
     def __init__(self, window: Window, value: Any, extent: Callable[[str], tuple[int, int, int]]) -> None:
         self.value = value
         self.where = window.where
-        self._store, self._file, self._start = window.store, window.file, window.start
+        self._store, self._file, self._start, self._nbytes = window.store, window.file, window.start, window.length
         self._extent = extent
 
     def located(self, tensor: StoredTensor, name: str = "a tensor") -> StoredChunk:
@@ -112,23 +115,57 @@ class Archive:
 
     def materialised(self) -> Any:
         """The saved value with its tensors read."""
-        return replace_tensors(self.value, self.tensor)
+        return self.read(self.value)
+
+    def read(self, value: Any) -> Any:
+        """A part of the saved value with its tensors read, which share no memory."""
+        left = self._nbytes * _SHARED + _EXPANDED
+
+        def tensor(stored: StoredTensor) -> torch.Tensor:
+            nonlocal left
+            left -= prod(stored.shape) * stored.dtype.itemsize
+            if left < 0:
+                raise CheckpointCorruptError(f"{self.where}: its tensors repeat the same bytes too often")
+            return self.tensor(stored)
+
+        return replace_tensors(value, tensor)
 
 
 def replace_tensors(value: Any, replacement: Callable[[StoredTensor], Any]) -> Any:
     """A copy of the containers in `value`, with each `StoredTensor` replaced."""
     if isinstance(value, StoredTensor):
         return replacement(value)
-    if type(value) is dict:
-        return {key: replace_tensors(item, replacement) for key, item in value.items()}
+    if isinstance(value, _Late):
+        return value.made(lambda part: replace_tensors(part, replacement))
     if isinstance(value, dict):
+        items = [(replace_tensors(key, replacement), replace_tensors(item, replacement)) for key, item in value.items()]
+        if type(value) is dict:
+            return dict(items)
         other = copy.copy(value)  # with its attributes: a module's state dict keeps versions in one
-        for key, item in value.items():
-            other[key] = replace_tensors(item, replacement)
+        other.clear()
+        other.update(items)
         return other
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, set, frozenset):
         return type(value)(replace_tensors(item, replacement) for item in value)
     return value
+
+
+def value_of(name: str, stored: io.BytesIO, allow_pickle: bool, permit: str) -> Any:
+    """The value that storage hands to a planner; `permit` says how to allow a pickle."""
+    if isinstance(stored, ObjectBytes):
+        return stored.value
+    try:
+        if allow_pickle:
+            return torch.load(stored, map_location="cpu", weights_only=False)
+        store = MemoryStore()
+        stored.seek(0)
+        store.put("value", stored.read())
+        return open_archive(Window(store, file_at(store, "value")), value_names()).materialised()
+    except Exception as error:
+        raise UnsupportedValueError(
+            f"{name}: the stored bytes cannot be read as a value ({error}); if they are a pickle and you trust the "
+            f"checkpoint, {permit}"
+        ) from error
 
 
 def open_archive(window: Window, names: unpickle.Names | None = None) -> Archive:
@@ -215,6 +252,62 @@ def _open_legacy(window: Window, names: unpickle.Names) -> Archive:
         return extents[key]
 
     return Archive(window, value, extent)
+
+
+# ------------------------------------------------------------------ what is made of tensors
+
+
+class _Late(Pickled):
+    """What a function or a class makes of parts among which are tensors, so that they have to be read first."""
+
+    __slots__ = ("called",)
+    makes: ClassVar[Any]
+
+    def __init__(self, *args: Any) -> None:  # not if the pickle calls only `__new__`
+        super().__init__(*args)
+        self.called = True
+
+    def made(self, read: Callable[[Any], Any]) -> Any:
+        """The value; `read` replaces tensors in its parts."""
+        makes, args, state = type(self).makes, read(self.args), read(self.state)
+        try:
+            value = makes(*args) if hasattr(self, "called") else makes.__new__(makes, *args)
+            if state is None:
+                return value
+            if hasattr(value, "__setstate__"):
+                value.__setstate__(state)
+            else:  # as `pickle` does: a dict, or one and the slots
+                for attributes in state if isinstance(state, tuple) else (state,):
+                    for name, attribute in (attributes or {}).items():
+                        object.__setattr__(value, name, attribute)
+        except Exception as error:  # of bytes that somebody made
+            raise CheckpointCorruptError(f"a pickled {self.made_of} cannot be made: {error}") from error
+        return value
+
+
+def _late(made_of: str, makes: Callable[..., Any]) -> type[_Late]:
+    return type(made_of, (_Late,), {"__slots__": (), "made_of": made_of, "makes": staticmethod(makes)})
+
+
+def _sparse(layout: Any, parts: Any) -> torch.Tensor:
+    if layout is torch.sparse_coo:
+        indices, values, size, *coalesced = parts
+        return torch.sparse_coo_tensor(
+            indices, values, size, check_invariants=True, is_coalesced=coalesced[0] if coalesced else None
+        )
+    compressed, plain, values, size = parts
+    return torch.sparse_compressed_tensor(compressed, plain, values, size, layout=layout, check_invariants=True)
+
+
+def value_names() -> unpickle.Names:
+    """What a value may be made of: also sparse tensors, and what a program allows by torch's `add_safe_globals`."""
+    allowed: dict[tuple[str, str], Any] = {}
+    for each in torch.serialization.get_safe_globals():
+        makes, path = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
+        parts = path.split(".")  # a class in another one has dots in its name, too
+        kind = _late(path, makes)
+        allowed |= {(".".join(parts[:n]), ".".join(parts[n:])): kind for n in range(1, len(parts))}
+    return {**allowed, **TORCH_NAMES, ("torch._utils", "_rebuild_sparse_tensor"): _late("a sparse tensor", _sparse)}
 
 
 # ------------------------------------------------------------------ names in torch's pickles

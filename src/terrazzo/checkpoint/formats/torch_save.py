@@ -23,13 +23,13 @@ import torch
 from terrazzo._torch.saving import rebuild_parameter, rebuild_tensor, rebuild_typed
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.source import Source, make_ready, new_file
-from terrazzo.checkpoint.formats.table import StoredBox, TableReader, tensor_entry
+from terrazzo.checkpoint.formats.stored import StoredBox
+from terrazzo.checkpoint.formats.table import TableReader, tensor_entry
 from terrazzo.checkpoint.formats.torch_archive import (
     STORAGE_TYPES,
     Archive,
     StoredTensor,
     open_archive,
-    replace_tensors,
 )
 from terrazzo.checkpoint.formats.windows import Window, check_file, is_start_of_archive
 from terrazzo.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
@@ -80,7 +80,7 @@ class TorchSaveReader(TableReader):
 
     def value(self, name: str) -> Any:
         self.read_metadata()
-        return replace_tensors(self._contents.get(name), self._archive.tensor)
+        return self._archive.read(self._contents.get(name))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from terrazzo.checkpoint.formats.format import Checked
-from terrazzo.checkpoint.formats.table import chunk_at, file_at
+from terrazzo.checkpoint.formats.stored import chunk_at, file_at
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.format import STORED
 from terrazzo.checkpoint.native.root import FileEntry

@@ -197,8 +197,3 @@ UNPACK: dict[int, Callable[[Any], Any]] = {
 def save_value(value: Any, file: io.BytesIO) -> None:
     """Write a value as PyTorch does."""
     torch.save(value, file)
-
-
-def load_value(file: io.BytesIO, allow_pickle: bool) -> Any:
-    """The value that PyTorch wrote."""
-    return torch.load(file, map_location="cpu", weights_only=not allow_pickle)

@@ -101,7 +101,11 @@ class NativeListing(Listing):
             value = self._index.value(name)
             kind, data = value.kind, self._bytes_of(name, value.parts)
         stored = objects.received(name, kind == TYPED, data, False)
-        return objects.value_of(name, stored, False, "open it with allow_pickle=True")
+        if isinstance(stored, objects.ObjectBytes):
+            return stored.value
+        from terrazzo.checkpoint.formats.torch_archive import value_of  # imports PyTorch, which most values do without
+
+        return value_of(name, stored, False, "open it with allow_pickle=True")
 
     def digests(self) -> dict[str, bytes]:
         return self._index.digests()

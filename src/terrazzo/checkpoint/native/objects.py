@@ -142,19 +142,6 @@ def received(name: str, typed: bool, payload: bytes, allow_pickle: bool) -> io.B
         raise type(error)(f"{name!r}: {error}") from error
 
 
-def value_of(name: str, stored: io.BytesIO, allow_pickle: bool, permit: str) -> Any:
-    """The value that storage hands to a planner; `permit` says how to allow a pickle."""
-    if isinstance(stored, ObjectBytes):
-        return stored.value
-    try:
-        return _of_torch().load_value(stored, allow_pickle)
-    except Exception as error:
-        raise UnsupportedValueError(
-            f"{name}: the stored bytes cannot be read as a value ({error}); if they are a pickle and you trust the "
-            f"checkpoint, {permit}"
-        ) from error
-
-
 def _pack(value: Any, allow_pickle: bool, path: tuple[Any, ...]) -> Any:
     """`value` made of what MessagePack knows and extension records."""
     kind = type(value)

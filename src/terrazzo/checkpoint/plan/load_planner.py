@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from terrazzo._meant import meant
 from terrazzo._torch.groups import default_group, device_types
+from terrazzo.checkpoint.formats.torch_archive import value_of
 from terrazzo.checkpoint.metadata import (
     STATE_DICT_TYPE,
     Metadata,
@@ -27,7 +28,6 @@ from terrazzo.checkpoint.metadata import (
 from terrazzo.checkpoint.native.chunks import Overlap, complete_parts
 from terrazzo.checkpoint.native.dtypes import can_convert, is_lossless
 from terrazzo.checkpoint.native.memory import fault_of
-from terrazzo.checkpoint.native.objects import value_of
 from terrazzo.checkpoint.native.rows import ReadPlan, Target
 from terrazzo.checkpoint.plan.flatten import PerRank, check_names, flatten_state_dict, name_on_rank, set_element
 from terrazzo.checkpoint.plan.sharded import ShardViews, global_size, is_sharded, plain_chunk

@@ -21,8 +21,8 @@ from typing import Any, Final, TypeVar
 import torch
 
 from terrazzo.checkpoint.formats import unpickle
-from terrazzo.checkpoint.formats.table import StoredBox, file_at
-from terrazzo.checkpoint.formats.torch_archive import TORCH_NAMES, Archive, StoredTensor, open_archive, replace_tensors
+from terrazzo.checkpoint.formats.stored import StoredBox, file_at
+from terrazzo.checkpoint.formats.torch_archive import TORCH_NAMES, Archive, StoredTensor, open_archive
 from terrazzo.checkpoint.formats.unpickle import Call, pickled
 from terrazzo.checkpoint.formats.windows import Window
 from terrazzo.checkpoint.native.spans import strides_of
@@ -243,7 +243,7 @@ def in_file(file: OpenFile, value: Any) -> Any:
     """A value of a file, where a tensor stays in the file, and tensors within other values are read."""
     if isinstance(value, StoredTensor):
         return FileTensor(value.dtype, value.shape, lambda: [file.archive.row(value)])
-    return replace_tensors(value, file.archive.tensor)
+    return file.archive.read(value)
 
 
 def alone_in_file(folder: Place, name: str, shape: Sequence[int] | None) -> FileTensor:
@@ -348,13 +348,13 @@ class Contents:
         scheduler = model.get("lr_scheduler")
         if isinstance(scheduler, dict) and scheduler:
             for key, value in scheduler.items():
-                self.add(("lr_scheduler", key), replace_tensors(value, file.archive.tensor))
+                self.add(("lr_scheduler", key), file.archive.read(value))
         else:
             self.add(("lr_scheduler",), None)
         for name, value in model.items():
             if name not in _TAKEN_APART:
                 plain = sorted(value) if isinstance(value, set) else value
-                self.add((name,), replace_tensors(plain, file.archive.tensor))
+                self.add((name,), file.archive.read(plain))
 
 
 def shapes_of(file: OpenFile) -> list[Shapes]:

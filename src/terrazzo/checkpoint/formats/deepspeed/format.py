@@ -34,7 +34,8 @@ from terrazzo.checkpoint.formats.deepspeed.from_checkpoint import write_deepspee
 from terrazzo.checkpoint.formats.deepspeed.zero import frozen_tensors, read_partitioned
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.source import Source
-from terrazzo.checkpoint.formats.table import StoredBox, TableReader, tensor_entry
+from terrazzo.checkpoint.formats.stored import StoredBox
+from terrazzo.checkpoint.formats.table import TableReader, tensor_entry
 from terrazzo.checkpoint.formats.windows import check_file
 from terrazzo.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 from terrazzo.checkpoint.native.names import LATEST, named_by_latest

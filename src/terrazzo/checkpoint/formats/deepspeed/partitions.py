@@ -29,7 +29,7 @@ from typing import Any, Final
 import torch
 
 from terrazzo.checkpoint.formats.deepspeed.files import FileTensor, OpenFile, expert_files
-from terrazzo.checkpoint.formats.table import StoredBox
+from terrazzo.checkpoint.formats.stored import StoredBox
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor
 from terrazzo.checkpoint.native.spans import strides_of
 from terrazzo.checkpoint.stores import Place

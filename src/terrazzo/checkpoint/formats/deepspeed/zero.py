@@ -47,8 +47,8 @@ from terrazzo.checkpoint.formats.deepspeed.partitions import (
     stacked,
     stacked_name,
 )
-from terrazzo.checkpoint.formats.table import Asked, read_rows
-from terrazzo.checkpoint.formats.torch_archive import StoredTensor, replace_tensors
+from terrazzo.checkpoint.formats.stored import Asked, read_rows
+from terrazzo.checkpoint.formats.torch_archive import StoredTensor
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 from terrazzo.layout.box import row_major_windows
@@ -366,7 +366,7 @@ def _state_of(placed: Placed, group: _FlatGroup) -> Iterable[tuple[str, Any]]:
                 joined(placed, [(file, state.get(key)) for file, state in zip(files, group.states, strict=True)]),
             )
         else:
-            yield key, replace_tensors(value, files[0].archive.tensor)
+            yield key, files[0].archive.read(value)
     yield from steps_in(group.states[0], group.options, files[0])
 
 

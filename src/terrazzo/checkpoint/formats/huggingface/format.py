@@ -23,7 +23,8 @@ from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.huggingface.layout import SUFFIX, About, files_of, is_checkpoint, lay_out
 from terrazzo.checkpoint.formats.huggingface.writer import HuggingFaceWriter
 from terrazzo.checkpoint.formats.source import Source, copy_checkpoint, make_ready, new_file
-from terrazzo.checkpoint.formats.table import BoxReader, StoredBox, TableReader, tensor_entry
+from terrazzo.checkpoint.formats.stored import StoredBox
+from terrazzo.checkpoint.formats.table import BoxReader, TableReader, tensor_entry
 from terrazzo.checkpoint.formats.windows import Header, Window, check_file, is_start_of_safetensors, read_header
 from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata
 from terrazzo.checkpoint.native.dtypes import dtype_from_name
