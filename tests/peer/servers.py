@@ -1,20 +1,23 @@
-"""Runs what docs/publish.md shows for vLLM on vLLM's own interface of weight transfer.
+"""Runs what docs/publish.md shows for vLLM and SGLang on their own interfaces for new weights.
 
-    pip download --no-deps vllm && unzip vllm-*.whl 'vllm/*.py' -d FOLDER
-    python tests/peer/vllms.py FOLDER
+    pip download --no-deps vllm sglang && unzip vllm-*.whl 'vllm/*.py' -d FOLDER && unzip sglang-*.whl '*.py' -d FOLDER
+    python tests/peer/servers.py FOLDER [vllm|sglang]
 
-The page's module is run as it is, with vLLM's engine classes and factory. Layers and the tensor-parallel group are
-this script's, because vLLM's need its compiled parts. Two ranks train with `fully_shard`, two serve a model with fused
-projections.
+The page's modules are run as they are, with vLLM's engine classes and factory, and with SGLang's `WeightUpdater`.
+Layers and the tensor-parallel group are this script's, because the servers' need their compiled parts. Two ranks train
+with `fully_shard`, two serve a model with fused projections.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
 import re
 import socket
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,22 +91,88 @@ def _module(name: str, folder: Path | None = None, **names: Any) -> None:
     sys.modules[name] = module
 
 
-def _stand_ins(vllm: Path, group: Any) -> None:
-    """What vLLM's interface and the page's module import of the rest of vLLM."""
+def _stand_ins(folder: Path, group: Any) -> None:
+    """What the interfaces and the page's modules import of the rest of vLLM and SGLang."""
+    vllm, srt = folder / "vllm", folder / "sglang" / "srt"
     _module("vllm", vllm)
     _module("vllm.distributed", vllm / "distributed", get_tp_group=lambda: group)
     _module("vllm.logger", init_logger=logging.getLogger)
     _module("vllm.config", vllm / "config", VllmConfig=object)
     _module("vllm.config.parallel", ParallelConfig=object)
     _module("vllm.config.weight_transfer", WeightTransferConfig=types.SimpleNamespace)
-    for name in ("model_executor", "model_executor.layers"):
-        _module(f"vllm.{name}")
+    _module("sglang", folder / "sglang")
+    for name, names in {
+        "": (),
+        ".configs": (),
+        ".configs.load_config": ("LoadConfig",),
+        ".model_loader": (),
+        ".model_loader.loader": ("get_model_loader", "post_load_weights"),
+        ".model_loader.utils": ("set_default_torch_dtype",),
+        ".model_loader.weight_utils": ("default_weight_loader", "get_pp_stage_load_group"),
+        ".platforms": ("current_platform",),
+        ".utils": ("MultiprocessingSerializer", "get_available_gpu_memory", "init_custom_process_group"),
+        ".utils.network": ("NetworkAddress",),
+        ".utils.patch_torch": (),
+    }.items():
+        _module(f"sglang.srt{name}", srt / name[1:].replace(".", "/"), **dict.fromkeys(names))
+    nothing = types.SimpleNamespace(
+        restore_weights_before_loading=lambda *_: None, postprocess_weights=lambda *_: None
+    )  # of weights that are packed after loading
+    sys.modules["sglang.srt.model_loader.loader"].__dict__["DefaultModelLoader"] = nothing
+    sys.modules["sglang.srt.utils"].__dict__["dynamic_import"] = _imported
+    sys.modules["sglang.srt.utils.patch_torch"].__dict__["monkey_patch_torch_reductions"] = lambda: None
     _module(
-        "vllm.model_executor.layers.linear",
-        ColumnParallelLinear=ColumnParallelLinear,
-        RowParallelLinear=RowParallelLinear,
+        "sglang.srt.runtime_context",
+        get_parallel=lambda: types.SimpleNamespace(tp_group=group, tp_rank=group.rank_in_group),
+        get_model=lambda: types.SimpleNamespace(weight_cache_mode="off"),
     )
-    _module("vllm.model_executor.layers.vocab_parallel_embedding", VocabParallelEmbedding=VocabParallelEmbedding)
+    _module("sglang.srt.model_executor", srt / "model_executor")
+    _module("sglang.srt.model_executor.model_runner_components", srt / "model_executor/model_runner_components")
+    _module("sglang.kernels.ops.gemm.bf16_fp32", hpc_bf16xfp32_gemm_enabled=lambda: False)
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+Updates = tuple[Callable[[], None], Callable[[], None]]
+
+
+def with_vllm(model: nn.Module, group: Any, address: str) -> Updates:
+    """How weights are updated, and what comes last."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # type: ignore[import-not-found]
+
+    config = types.SimpleNamespace(parallel_config=None, model_config=None)
+    engine = WeightTransferEngineFactory.create_engine(
+        types.SimpleNamespace(backend="terrazzo"), config, torch.device("cpu"), model
+    )
+    torch.accelerator.synchronize = lambda *_: None  # vLLM calls it after an update; there is none here
+    engine.init_transfer_engine(engine.parse_init_info({"address": address, "before": 2, "size": 4}))
+
+    def update() -> None:
+        engine.start_weight_update()
+        engine.update_weights({})
+        engine.finish_weight_update()
+
+    return update, engine.shutdown
+
+
+def with_sglang(model: nn.Module, group: Any, address: str) -> Updates:
+    """The same."""
+    name = "terrazzo_sglang.receive"
+    os.environ["TERRAZZO_TRANSFER"] = f"{address} 2 4"
+    updaters = importlib.import_module("sglang.srt.model_executor.model_runner_components.weight_updater")
+    fields: dict[str, Any] = dict.fromkeys(updaters.WeightUpdater.__dataclass_fields__)
+    fields |= {"tp_rank": group.rank_in_group, "device": "cpu", "custom_weight_loaders": [name]}
+    updater = updaters.WeightUpdater(**fields | {"get_model": lambda: model, "_model_update_group": {}})
+
+    def update() -> None:
+        updater.begin_weight_update()
+        assert updater.update_weights_from_tensor([], load_format=name) == (True, "Success")
+        updater.end_weight_update(run_post_load=False)
+
+    return update, lambda: None
 
 
 def expected(weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
@@ -124,7 +193,7 @@ def expected(weights: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Ten
     return found
 
 
-def check(vllm: Path, recipe: str, address: str) -> int:
+def check(server: str, folder: Path, modules: dict[str, str], address: str) -> int:
     from terrazzo.fsdp import fully_shard
     from terrazzo.publish import Transfer, join
 
@@ -143,47 +212,44 @@ def check(vllm: Path, recipe: str, address: str) -> int:
             for name, parameter in model.named_parameters():
                 parameter.data.to_local().copy_(version[name].chunk(2)[rank])
             transfer.run()
-        _stand_ins(vllm, None)
+        if server != "vllm":
+            return 0
+        _stand_ins(folder, None)
         from vllm.distributed.weight_transfer import ModuleSource  # type: ignore[import-not-found]
 
         whole = list(ModuleSource(model).iter_full())  # what vLLM's own engines send of the same model
         assert all(torch.equal(x, versions[-1][name]) for name, x in whole)
         return len(whole)
     group = types.SimpleNamespace(device_group=meshes[1].get_group(), rank_in_group=meshes[1].get_local_rank())
-    _stand_ins(vllm, group)
-    sys.modules["terrazzo_vllm"] = types.ModuleType("terrazzo_vllm")
-    exec(compile(recipe, "terrazzo_vllm.py", "exec"), sys.modules["terrazzo_vllm"].__dict__)
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # type: ignore[import-not-found]
-
+    _stand_ins(folder, group)
+    for name, source in modules.items():
+        if name in ("served", f"terrazzo_{server}"):
+            sys.modules[name] = types.ModuleType(name)
+            exec(compile(source, f"{name}.py", "exec"), sys.modules[name].__dict__)
     model = served()
-    config = types.SimpleNamespace(parallel_config=None, model_config=None)
-    engine = WeightTransferEngineFactory.create_engine(
-        types.SimpleNamespace(backend="terrazzo"), config, torch.device("cpu"), model
-    )
-    torch.accelerator.synchronize = lambda *_: None  # vLLM calls it after an update; there is none here
-    engine.init_transfer_engine(engine.parse_init_info({"address": address, "before": 2, "size": 4}))
+    update, end = {"vllm": with_vllm, "sglang": with_sglang}[server](model, group, address)
     compared = 0
     for version in versions:
-        engine.start_weight_update()
-        engine.update_weights({})
-        engine.finish_weight_update()
+        update()
         cut = expected(version, group.rank_in_group)
         assert set(cut) == {name for name, _ in model.named_parameters()}
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.data, cut[name]), name
             compared += 1
-    engine.shutdown()
+    end()
     return compared
 
 
 def main() -> None:
-    blocks = re.findall(r"```python\n(# terrazzo_vllm.py.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 1, "the page has no module terrazzo_vllm.py"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    compared = run_ranks(4, check, Path(sys.argv[1]).resolve() / "vllm", blocks[0], address, timeout=240)
-    print(f"parameters compared on each rank, those that train first: {compared}")
+    modules = dict(re.findall(r"```python\n# (served|terrazzo_\w+)\.py[^\n]*\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    assert set(modules) == {"served", "terrazzo_vllm", "terrazzo_sglang"}, "the page has other modules"
+    folder = Path(sys.argv[1]).resolve()
+    for server in sys.argv[2:] or ("vllm", "sglang"):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        compared = run_ranks(4, check, server, folder, modules, address, timeout=240)
+        print(f"{server}: parameters compared on each rank, those that train first: {compared}")
 
 
 if __name__ == "__main__":
