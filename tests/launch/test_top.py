@@ -94,6 +94,15 @@ def test_hosts_whose_clocks_differ_are_compared(run: Path, ahead: float) -> None
     assert 0 <= seen["ranks"][2]["seconds_behind"] < 60 and abs(seen["news"] - time.time()) < 60
 
 
+def test_interrupted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("terrazzo.cli.top.time.sleep", interrupted)
+    shown = top(str(run))
+    assert shown.exit_code == 130 and "running" in shown.stdout and shown.stderr == ""
+
+
 def test_a_run_that_has_ended_and_one_that_has_not_begun(run: Path, tmp_path: Path) -> None:
     History(run).ended(137, "rank 0 was killed by SIGKILL")
     ended = top(str(run))  # without --once, too

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -143,14 +144,18 @@ def test_a_rank_that_always_dies_ends_the_run_with_its_status(tmp_path):
     }
 
 
-def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path):
+@pytest.mark.parametrize("told_by", [signal.SIGUSR2, signal.SIGINT])
+def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path, told_by):
     shutil.copy(HERE / "stopped.py", tmp_path)
     (tmp_path / "run.toml").write_text(
         CRASHING.replace("crashing", "stopped").replace(f'["{STEPS}", "{CRASH_AT}"]', '["2"]')
     )
     line, losses = [*terrazzo(), "train", str(tmp_path / "run.toml")], tmp_path / "losses.jsonl"
     environment = {**os.environ, "PYTHON_EXEC": warm_python()}
-    with subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) as told:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    own = subprocess.Popen([sys.executable, *line[1:]], env=environment, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
+    with own as told:
         try:
             until = time.monotonic() + 300
             while told.poll() is None and time.monotonic() < until:
@@ -158,7 +163,7 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path):
                     break
                 time.sleep(0.02)
             watched = command(*terrazzo(), "top", str(tmp_path / "run.toml"), "--json")
-            told.send_signal(signal.SIGUSR2)
+            told.send_signal(told_by)
             _, errors = told.communicate(timeout=300)
         finally:
             told.kill()
@@ -166,8 +171,9 @@ def test_a_run_that_is_told_to_end_saves_and_goes_on(tmp_path):
     seen = json.loads(watched.stdout)
     assert seen["state"] == "running" and seen["step"] >= 1 and [rank["rank"] for rank in seen["ranks"]] == [0, 1]
     assert seen["memory"] > 0 and seen["loss"] > 0 and seen["saves"]["count"] == 0
-    assert told.returncode == 128 + signal.SIGUSR2, errors
-    assert f"it was ended by SIGUSR2; the latest checkpoint is global_step{steps}" in errors, errors
+    assert told.returncode == 128 + told_by, errors
+    assert f"it was ended by {told_by.name}; the latest checkpoint is global_step{steps}" in errors, errors
+    assert "Traceback" not in errors
     resumed = command(*line)
     assert resumed.returncode == 0, resumed.stderr
     said = [json.loads(line) for line in losses.read_text().splitlines()]

@@ -152,7 +152,7 @@ def test_serving_until_interrupted(paths, tmp_path):
         with urllib.request.urlopen(f"{url}statistics?name=w&of=0", timeout=60) as response:
             assert json.loads(response.read())["elements"] == 4
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(60) == 130
     finally:
         process.kill()
         process.wait()

@@ -57,8 +57,8 @@ def top(
                     if seen["state"] == "ended":
                         return
                     time.sleep(_EVERY)
-        except KeyboardInterrupt:
-            return
+        except KeyboardInterrupt as interrupt:
+            raise typer.Exit(130) from interrupt
 
 
 def _folder(run: str) -> str:

@@ -82,8 +82,9 @@ def view(
 def _serve(viewer: Viewer) -> None:
     try:
         viewer.serve_forever()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         say("ended", on=ERR)
+        raise typer.Exit(130) from interrupt
     finally:
         viewer.close()
 

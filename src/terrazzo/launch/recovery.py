@@ -123,6 +123,8 @@ class HostRanks:
     def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
+        for process in self._now.running.values():  # torchrun was interrupted while it waited for them
+            _send(os.killpg, process.pid, signal.SIGKILL)
         if self._spare is not None:
             self._spare.close()
         if self._outer is None:

@@ -154,15 +154,24 @@ def start_torchrun(arguments: list[str], not_met: str, ranks: HostRanks) -> Endi
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
+        args = parse_args(arguments)
+        # Ctrl-C ends the ranks by SIGTERM, for which they may save, and of which they print no traceback.
+        args.signals_to_handle = ",".join(name for name in args.signals_to_handle.split(",") if name != "SIGINT")
         with started_by(ranks.start):
-            run_torchrun(parse_args(arguments))
+            run_torchrun(args)
+    except KeyboardInterrupt:
+        return _ended_by(signal.SIGINT)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         lost = None if was_told(code) else rank
         return Ending(128 - code if code < 0 else code, how_ended(rank, code), lost)
     except SignalException as error:
-        return Ending(128 + error.sigval, f"it was ended by {signal.Signals(error.sigval).name}")
+        return _ended_by(error.sigval)
     except RendezvousError as error:
         raise LaunchError(f"{not_met}: {error}; start the same command on all of them") from error
     return Ending(0)
+
+
+def _ended_by(number: int) -> Ending:
+    return Ending(128 + number, f"it was ended by {signal.Signals(number).name}")
