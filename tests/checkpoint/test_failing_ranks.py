@@ -102,10 +102,10 @@ class Writer(FileSystemWriter):
 class ItemWriter(Writer):
     """Sees PyTorch's items."""
 
-    def place(self, plan: Any, save_id: str, rank: int) -> Any:
+    def placed(self, plan: Any, arranged: bytes, rank: int) -> Any:
         if rank == dist.get_rank():
             self.mishap.at("place")
-        return super().place(plan, save_id, rank)
+        return super().placed(plan, arranged, rank)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         self.mishap.at("write")
