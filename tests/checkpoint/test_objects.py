@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,8 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from terrazzo.checkpoint import async_save, save
 from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name, is_lossless
 from terrazzo.checkpoint.native.objects import ObjectBytes, decode, encode
+from terrazzo.checkpoint.plan.flatten import flatten_state_dict
 from terrazzo.checkpoint.plan.ownership import digest_of_tensor
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 
@@ -138,6 +141,24 @@ def test_what_has_no_typed_form_is_refused_with_its_place() -> None:
     loop.append(loop)
     with pytest.raises(UnsupportedValueError, match="contains itself"):
         encode(loop)
+
+
+def repeated(levels: int, value: Any) -> list[Any]:
+    """A list that holds the one before twice, so often."""
+    for _ in range(levels):
+        value = [value, value]
+    return value
+
+
+def test_lists_that_share_themselves_without_end_are_refused(tmp_path: Path) -> None:
+    """Soon, and not after 2^40 lists have been walked. A file of PyTorch's keeps them as they are."""
+    for state in (repeated(40, 1), repeated(40, torch.ones(1)), {"t": (repeated(38, {2: 3}),)}):
+        for store in (save, lambda *args, **given: async_save(*args, **given).result()):
+            with pytest.raises(CheckpointError, match="in each other so often that they would be stored as .*e[+]1"):
+                store({"x": state}, checkpoint_id=tmp_path)
+    assert flatten_state_dict({"x": repeated(40, 1)})[1] == {"x": ("x",)}
+    row = [1, 2.5]
+    assert decode(encode([row] * 200_000)) == [row] * 200_000
 
 
 def test_object_bytes_read_like_a_file_of_torch_save() -> None:

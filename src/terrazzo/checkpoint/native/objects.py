@@ -15,7 +15,7 @@ import io
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -43,6 +43,9 @@ _OF_TORCH: Final = range(16, 20)  # PyTorch's types: see `dtypes`, which is impo
 
 _encode_plain = msgspec.msgpack.Encoder().encode
 _MAX_DEPTH = 200
+_MANY: Final = 10_000  # containers, before it is asked whether they are the same ones
+_MOST: Final = 1 << 26  # values that the same few containers may have together
+_REPEATED: Final = 16  # or times the number of containers
 # What building a value from bytes that do not describe one may raise. SyntaxError: NumPy, of texts that are no dtype;
 # RuntimeError: torch, of shapes and devices that are none.
 _NOT_A_VALUE = (
@@ -63,7 +66,7 @@ def encode(value: Any, *, allow_pickle: bool = False) -> bytes:
     {'step': 3, 'betas': (0.9, 0.999)}
     """
     try:
-        return _encode_plain(_pack(value, allow_pickle, ()))
+        return _encode_plain(_pack(value, allow_pickle, (), Containers(value)))
     except UnicodeEncodeError as error:
         raise UnsupportedValueError(f"{ascii(error.object)[:100]} is no text, and cannot be stored: {error}") from error
 
@@ -142,25 +145,60 @@ def received(name: str, typed: bool, payload: bytes, allow_pickle: bool) -> io.B
         raise type(error)(f"{name!r}: {error}") from error
 
 
-def _pack(value: Any, allow_pickle: bool, path: tuple[Any, ...]) -> Any:
+class Containers:
+    """Counts the dicts and lists that a walk through a value enters; raises if few of them are there very often.
+
+    A list that holds the one before twice, 40 times, is 41 lists, and would be stored as 2^40 values.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._entered = 0
+
+    def enter(self) -> None:
+        """The walk enters one more."""
+        self._entered += 1
+        if self._entered == _MANY:
+            sizes: dict[int, int] = {}
+            size = _size(self._value, sizes, 0)
+            if size > max(_MOST, _REPEATED * len(sizes)):
+                raise UnsupportedValueError(
+                    f"{len(sizes)} dicts and lists are in each other so often that they would be stored as {size:.3g} "
+                    "values: store each of them once, under a name of its own"
+                )
+
+
+def _size(value: Any, sizes: dict[int, int], depth: int) -> int:
+    """How many values there are in one, if all that it shares were copied; `sizes` has those of containers."""
+    if not isinstance(value, Mapping | list | tuple | set | frozenset) or depth > _MAX_DEPTH:
+        return 1
+    if id(value) not in sizes:
+        sizes[id(value)] = 1  # if it contains itself
+        items = value.values() if isinstance(value, Mapping) else value
+        sizes[id(value)] = 1 + sum([_size(item, sizes, depth + 1) for item in items])
+    return sizes[id(value)]
+
+
+def _pack(value: Any, allow_pickle: bool, path: tuple[Any, ...], entered: Containers) -> Any:
     """`value` made of what MessagePack knows and extension records."""
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is int:
         return value if -(2**63) <= value < 2**64 else _record(INTEGER, str(value))
+    entered.enter()
     if len(path) > _MAX_DEPTH:
         where = "".join(f"[{part!r}]" for part in path[:4])
         raise UnsupportedValueError(f"what is at {where} is nested deeper than {_MAX_DEPTH} levels, or contains itself")
     if kind is list:
-        return [_pack(item, allow_pickle, (*path, i)) for i, item in enumerate(value)]
+        return [_pack(item, allow_pickle, (*path, i), entered) for i, item in enumerate(value)]
     if kind is dict:
         if all(type(key) is str for key in value):
-            return {key: _pack(item, allow_pickle, (*path, key)) for key, item in value.items()}
-        return _record(PAIRS, _pairs(value, allow_pickle, path))
+            return {key: _pack(item, allow_pickle, (*path, key), entered) for key, item in value.items()}
+        return _record(PAIRS, _pairs(value, allow_pickle, path, entered))
     pack = _PACK.get(kind)
     if pack is not None:
-        return pack(value, lambda item: _pack(item, allow_pickle, (*path, "()")))
+        return pack(value, lambda item: _pack(item, allow_pickle, (*path, "()"), entered))
     if kind.__module__.partition(".")[0] == "torch":
         if isinstance(value, str) and kind.__module__ == "torch.torch_version":
             return str(value)
@@ -194,11 +232,8 @@ def _is_plain(dtype: np.dtype[Any]) -> bool:
         return False
 
 
-def _pairs(value: dict[Any, Any], allow_pickle: bool, path: tuple[Any, ...]) -> list[Any]:
-    flat: list[Any] = []
-    for key, item in value.items():
-        flat += (_pack(key, allow_pickle, (*path, key)), _pack(item, allow_pickle, (*path, key)))
-    return flat
+def _pairs(value: dict[Any, Any], allow_pickle: bool, path: tuple[Any, ...], entered: Containers) -> list[Any]:
+    return [_pack(part, allow_pickle, (*path, pair[0]), entered) for pair in value.items() for part in pair]
 
 
 def _array_from_parts(parts: list[Any]) -> np.ndarray[Any, Any]:

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.checkpoint.native.objects import Containers
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 
 OBJ_PATH: TypeAlias = tuple[Any, ...]
@@ -40,7 +41,7 @@ def flattened(state_dict: STATE_DICT_TYPE, tensor: type) -> tuple[STATE_DICT_TYP
     flat: STATE_DICT_TYPE = {}
     paths: FLATTEN_MAPPING = {}
     with walking(state_dict):
-        for path, value in _leaves((), state_dict, {}, tensor):
+        for path, value in _leaves((), state_dict, {}, tensor, {}, Containers(state_dict)):
             name = path[0] if len(path) == 1 and type(path[0]) is str else ".".join(map(str, path))
             if name in flat:
                 raise CheckpointError(
@@ -99,10 +100,13 @@ def _endless(
     return None
 
 
-def _leaves(path: OBJ_PATH, value: Any, simple: dict[type, bool], tensor: type) -> Iterator[tuple[OBJ_PATH, Any]]:
-    """The values that are not walked; `simple` remembers of which types none is."""
+def _leaves(
+    path: OBJ_PATH, value: Any, simple: dict[type, bool], tensor: type, walked: dict[int, bool], entered: Containers
+) -> Iterator[tuple[OBJ_PATH, Any]]:
+    """The values that are not walked; `simple` remembers of which types none is, `walked` which lists are."""
     if isinstance(value, Mapping):
         if value or not path:
+            entered.enter()
             for key, item in value.items():
                 kind = type(item)
                 leaf = simple.get(kind)
@@ -111,22 +115,26 @@ def _leaves(path: OBJ_PATH, value: Any, simple: dict[type, bool], tensor: type) 
                 if leaf:
                     yield (*path, key), item
                 else:
-                    yield from _leaves((*path, key), item, simple, tensor)
+                    yield from _leaves((*path, key), item, simple, tensor, walked, entered)
             return
-    elif isinstance(value, list) and _is_walked(value, tensor):
+    elif isinstance(value, list) and _is_walked(value, tensor, walked):
+        entered.enter()
         for index, item in enumerate(value):
-            yield from _leaves((*path, index), item, simple, tensor)
+            yield from _leaves((*path, index), item, simple, tensor, walked, entered)
         return
     yield path, value
 
 
-def _is_walked(items: list[Any], tensor: type) -> bool:
-    return any(
-        isinstance(item, (tensor, Mapping))
-        or hasattr(type(item), "__create_chunk_list__")
-        or (isinstance(item, list) and _is_walked(item, tensor))
-        for item in items
-    )
+def _is_walked(items: list[Any], tensor: type, walked: dict[int, bool]) -> bool:
+    known = walked.get(id(items))
+    if known is None:
+        known = walked[id(items)] = any(
+            isinstance(item, (tensor, Mapping))
+            or hasattr(type(item), "__create_chunk_list__")
+            or (isinstance(item, list) and _is_walked(item, tensor, walked))
+            for item in items
+        )
+    return known
 
 
 def paths_to_store(nested: Mapping[str, Any], paths: FLATTEN_MAPPING) -> FLATTEN_MAPPING:

@@ -260,7 +260,7 @@ class DefaultSavePlanner(SavePlanner):
                             tied = first
                     rows.append(Row(stored, form, data, TENSOR, holders, len(rows), tied))
             except UnsupportedValueError as error:
-                text = _IN_VALUE if _has_per_rank(value) else str(error)
+                text = _IN_VALUE if _has_per_rank(value, set()) else str(error)
                 unsupported.append(text if text.startswith(f"{stored!r}: ") else f"{name}: {text}")
         if unsupported:
             raise UnsupportedValueError("the state dict holds what cannot be stored:\n  " + "\n  ".join(unsupported))
@@ -413,11 +413,12 @@ def _form(
     return form
 
 
-def _has_per_rank(value: Any, levels: int = 20) -> bool:
-    """Whether a value that is stored as a whole, and may contain itself, has a `PerRank` in it."""
-    if isinstance(value, dict | list | tuple | set) and levels:
-        return any(_has_per_rank(each, levels - 1) for each in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, PerRank)
+def _has_per_rank(value: Any, seen: set[int]) -> bool:
+    """Whether a value that is stored as a whole has a `PerRank` in it, apart from the containers that are in `seen`."""
+    if not isinstance(value, dict | list | tuple | set) or id(value) in seen:
+        return isinstance(value, PerRank)
+    seen.add(id(value))
+    return any(_has_per_rank(each, seen) for each in (value.values() if isinstance(value, dict) else value))
 
 
 def _is_lenient(name: str, value: Any) -> bool:

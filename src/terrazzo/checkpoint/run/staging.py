@@ -24,7 +24,7 @@ from terrazzo._threads import Worker
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
 from terrazzo.checkpoint.native.memory import same_memory
-from terrazzo.checkpoint.native.objects import encode
+from terrazzo.checkpoint.native.objects import Containers, encode
 from terrazzo.checkpoint.plan.flatten import PerRank, walking
 from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, OfChunks, ShardViews, check_storable, is_sharded
 from terrazzo.checkpoint.run.device_copies import ThisAccelerator, copy_from_devices
@@ -332,7 +332,7 @@ def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[S
             raise UnsupportedValueError(f"{_name_of(path)}: the value cannot be copied ({error})") from error
 
     with torch.no_grad(), walking(state_dict):
-        skeleton.values = _walk((), state_dict, leaf)
+        skeleton.values = _walk((), state_dict, leaf, Containers(state_dict))
     return skeleton, sources
 
 
@@ -345,26 +345,28 @@ def put_together(skeleton: Skeleton, tensors: Sequence[torch.Tensor]) -> STATE_D
     skeleton.memory[:] = tensors
     if not skeleton.has_slots:
         return skeleton.values
-    whole: STATE_DICT_TYPE = _walk((), skeleton.values, leaf)
+    whole: STATE_DICT_TYPE = _walk((), skeleton.values, leaf, Containers(skeleton.values))
     return whole
 
 
 _LEAVES: Final = (torch.Tensor, TensorSlot, StagedTensor)  # most values are, so these are asked for first
 
 
-def _walk(path: tuple[Any, ...], value: Any, leaf: Callable[[tuple[Any, ...], Any], Any]) -> Any:
+def _walk(path: tuple[Any, ...], value: Any, leaf: Callable[[tuple[Any, ...], Any], Any], entered: Containers) -> Any:
     """The value with `leaf` applied to everything that is not a mapping, list or tuple, or is an empty mapping."""
+    if isinstance(value, Mapping | list | tuple):
+        entered.enter()
     if isinstance(value, Mapping) and (value or not path):
         return {
-            key: leaf((*path, key), item) if isinstance(item, _LEAVES) else _walk((*path, key), item, leaf)
+            key: leaf((*path, key), item) if isinstance(item, _LEAVES) else _walk((*path, key), item, leaf, entered)
             for key, item in value.items()
         }
     if isinstance(value, list):
-        return [_walk((*path, index), item, leaf) for index, item in enumerate(value)]
+        return [_walk((*path, index), item, leaf, entered) for index, item in enumerate(value)]
     if type(value) is tuple:
-        return tuple(_walk((*path, index), item, leaf) for index, item in enumerate(value))
+        return tuple(_walk((*path, index), item, leaf, entered) for index, item in enumerate(value))
     if isinstance(value, PerRank):
-        return PerRank(_walk(path, value.value, leaf))
+        return PerRank(_walk(path, value.value, leaf, entered))
     return leaf(path, value)
 
 
