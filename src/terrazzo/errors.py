@@ -224,7 +224,7 @@ class CheckpointException(CheckpointError):
 
 
 class CheckpointIOError(CheckpointError, OSError):
-    """A file of a checkpoint could not be read; `__cause__` is the system's error."""
+    """A file of a checkpoint could not be read or written; `__cause__` is the system's error."""
 
     def __str__(self) -> str:
         return str(self.args[0])

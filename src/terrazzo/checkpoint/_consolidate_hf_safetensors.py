@@ -16,6 +16,7 @@ from terrazzo.checkpoint.formats.huggingface.layout import read_index, shard_nam
 from terrazzo.checkpoint.formats.source import copy_checkpoint
 from terrazzo.checkpoint.hf_storage import HuggingFaceStorageWriter
 from terrazzo.checkpoint.run.coordination import find_team
+from terrazzo.checkpoint.stores.places import doing
 from terrazzo.errors import CheckpointMismatchError
 
 __all__ = ["consolidate_safetensors_files", "consolidate_safetensors_files_on_every_rank"]
@@ -46,7 +47,8 @@ def consolidate_safetensors_files(
         return
     chosen = {name: entry for name, entry in there.items() if name in fqn_to_index_mapping}
     source.metadata = replace(source.metadata, state_dict_metadata=chosen)
-    copy_checkpoint(source, writer, Writing(overwrite=True))
+    with doing("consolidating into", place):
+        copy_checkpoint(source, writer, Writing(overwrite=True))
 
 
 def consolidate_safetensors_files_on_every_rank(

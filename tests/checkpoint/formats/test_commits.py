@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from checkpoint.faults import FaultySystem
 from checkpoint.formats.deepspeed import made
 from ranks import run_ranks
-from terrazzo.checkpoint import Checkpoint, FileSystemWriter, load, save
+from terrazzo.checkpoint import Checkpoint, FileSystemWriter, load, save, seal, verify
+from terrazzo.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+from terrazzo.checkpoint.format_utils import dcp_to_torch_save
 from terrazzo.checkpoint.formats import DCPWriter, HuggingFaceWriter
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Place, Store, Upload, Version
 from terrazzo.checkpoint.tools.compare import compare
-from terrazzo.errors import CheckpointError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointError, CheckpointIOError, CheckpointNotFoundError
 from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
 
 
@@ -89,6 +93,60 @@ def test_any_reply_of_a_conversion_is_lost(to: str, replacing: bool, tmp_path: P
             convert(new, place, to)
             assert not list(compare(Checkpoint(expected[-1]), Checkpoint(place))), at
     assert failed >= 1 and at - 1 not in absent, "the last request is the commit, or comes after it"
+
+
+@pytest.mark.parametrize("to", ["native", "dcp", "huggingface", "torch_save"])
+@pytest.mark.parametrize("replacing", [False, True])
+def test_any_operation_of_a_conversion_meets_a_full_disk(to: str, replacing: bool, tmp_path: Path) -> None:
+    """A typed error that says where; what was there is whole, and nothing else looks as if it were."""
+    old, new = {"w": torch.ones(300)}, {"w": torch.full((300,), 2.0)}
+    for name, state in (("old.pt", old), ("new.pt", new)):
+        torch.save(state, tmp_path / name)
+    met = 0
+    for at in range(200):
+        folder = tmp_path / str(at)
+        place = folder / "file.pt" if to == "torch_save" else folder
+        folder.mkdir()
+        if replacing:
+            convert(tmp_path / "old.pt", place, to)
+        system = FaultySystem(at, "ENOSPC")
+        store = Place(LocalStore(folder, system))
+        failed = False
+        try:
+            convert(tmp_path / "new.pt", store / "file.pt" if to == "torch_save" else store, to, overwrite=replacing)
+        except CheckpointError as error:
+            failed = True
+            assert not isinstance(error, CheckpointIOError) or "bytes are free in" in str(error), error
+            met += isinstance(error, CheckpointIOError)
+        if system.happened is None:
+            break
+        expected = [old, new] if replacing and failed else [new]
+        try:
+            found = Checkpoint(place)["w"][...]
+            assert any(torch.equal(found, state["w"]) for state in expected), at
+        except CheckpointNotFoundError:
+            assert failed and not replacing, at
+    assert at < 199 and met > 3
+
+
+def test_a_seal_and_a_consolidation_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "h", "huggingface")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name in ("put", "stream", "upload"):
+        monkeypatch.setattr(LocalStore, name, full)
+    for run in (
+        lambda: seal(tmp_path / "a.pt"),
+        lambda: consolidate_safetensors_files(str(tmp_path / "h"), str(tmp_path / "new"), {"w": 1}),
+        lambda: dcp_to_torch_save(tmp_path / "a.pt", tmp_path / "b.pt"),
+    ):
+        with pytest.raises(CheckpointIOError, match=rf"{tmp_path}.*No space left .* bytes are free in") as raised:
+            run()
+        assert raised.value.errno == errno.ENOSPC
+    assert not (tmp_path / "b.pt").exists() and verify(tmp_path / "a.pt") == []
 
 
 class LosesTheCommit(LocalStore):

@@ -16,6 +16,7 @@ from terrazzo.checkpoint.native.format import is_temporary, save_of
 from terrazzo.checkpoint.run.locate import reader_for
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place, Store
+from terrazzo.checkpoint.stores.places import doing
 from terrazzo.errors import CheckpointExistsError, CheckpointFormatError
 
 
@@ -63,11 +64,12 @@ def convert(
         if value is not None and option not in format.options:
             takers = ", ".join(registry.that_take(option))
             raise CheckpointFormatError(f"the format {to} does not use {option}={value!r}, which is for {takers}")
-    reader = source if isinstance(source, StorageReader) else reader_for(source)
     place = target if isinstance(target, Place) else Place(target)
-    if format.replaces:
-        _check_target(place, to, overwrite)
-    format.write(reader, place, Writing(overwrite, allow_pickle, progress, stage, ranks, only))
+    with doing("converting to", place):
+        reader = source if isinstance(source, StorageReader) else reader_for(source)
+        if format.replaces:
+            _check_target(place, to, overwrite)
+        format.write(reader, place, Writing(overwrite, allow_pickle, progress, stage, ranks, only))
 
 
 def _check_target(place: Place, to: str, overwrite: bool) -> None:

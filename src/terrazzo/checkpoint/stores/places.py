@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.checkpoint.stores.local import LocalStore
-from terrazzo.errors import CheckpointNotFoundError
+from terrazzo.errors import CheckpointIOError, CheckpointNotFoundError, TerrazzoError
 
 _FILE: Final = "file://"
 _OBJECT_SCHEMES: Final = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
@@ -43,6 +46,28 @@ def store_at(path: str | os.PathLike[str], *, durable: bool = True, **settings: 
     from terrazzo.checkpoint.stores.fsspec_store import FsspecStore
 
     return FsspecStore(text, **settings)
+
+
+@contextmanager
+def doing(what: str, place: Place) -> Iterator[None]:
+    """Raise the system's errors as a `CheckpointIOError` that says what was being done at a place; and what is free on
+    a disk that is full."""
+    try:
+        yield
+    except TerrazzoError:
+        raise
+    except (OSError, EOFError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        more = ""
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            more = ": make room there, or choose another place"
+            if place.local is not None:
+                folder = next(each for each in (place.local, *place.local.parents) if each.is_dir())
+                status = os.statvfs(folder)
+                more = f" ({status.f_bavail * status.f_frsize} bytes are free in {folder}){more}"
+        raised = CheckpointIOError(f"{what} {place} failed: {error}{more}")
+        raised.errno = number
+        raise raised from error
 
 
 class Place:

@@ -25,6 +25,7 @@ from terrazzo.checkpoint.native.format import SEAL, checksum, is_temporary, leas
 from terrazzo.checkpoint.native.names import is_plain_name, named_by_latest
 from terrazzo.checkpoint.native.verify import Damage
 from terrazzo.checkpoint.stores import SMALL, Place, Store
+from terrazzo.checkpoint.stores.places import doing
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 
 
@@ -50,8 +51,9 @@ def verify(path: str | os.PathLike[str] | Store, progress: Callable[[int], None]
 def check(path: str | os.PathLike[str] | Store | Place, progress: Callable[[int], None]) -> Checked:
     """All damage that can be found of a checkpoint: by its seal if it has one, or by what its format has."""
     format, place = located(path)
-    sealed = check_seal(place, progress)
-    return format.verify(place, progress) if sealed is None else sealed
+    with doing("verifying", place):
+        sealed = check_seal(place, progress)
+        return format.verify(place, progress) if sealed is None else sealed
 
 
 _VERSION, _ALGORITHM, _BLOCK = 1, "xxh3-64", 4 << 20
@@ -99,7 +101,8 @@ def seal(path: str | os.PathLike[str] | Store, progress: Callable[[int], None] =
         store, size = file.parent.store, file.parent.store.stat(file.name).size
         sums = [f"{checksum(piece):016x}" for _, piece in _blocks(store, file.name, size, _BLOCK, progress)]
         found[name] = _SealedFile(size, sums)
-    folder.store.put(key, msgspec.json.format(msgspec.json.encode(_Seal(_VERSION, _ALGORITHM, _BLOCK, found))))
+    with doing("sealing", place):
+        folder.store.put(key, msgspec.json.format(msgspec.json.encode(_Seal(_VERSION, _ALGORITHM, _BLOCK, found))))
     return sum(file.size for file in found.values())
 
 
