@@ -55,6 +55,7 @@ OTHERS: dict[str, Case] = {
     "norm": (lambda x: torch.linalg.vector_norm(x, 3, dim=0), (3, 2), None),
     "sort": (lambda x: x.sort(0).values, (3, 2), None),
     "cosine_similarity": (lambda x, w: F.cosine_similarity(x, w, dim=0), (3, 3), (3, 3)),
+    "cdist": (lambda x, w: torch.cdist(x, w), (3, 3), (27, 3)),
     "mse_loss": (lambda x, w: F.mse_loss(x, w), (3, 3), (3, 3)),
 }
 
@@ -145,6 +146,42 @@ def normalised_without_eps() -> None:
 
 def test_parameters_of_normalisation_without_eps():
     run_ranks(4, normalised_without_eps)
+
+
+# ------------------------------------------------------------------ what cannot be differentiated twice
+
+
+def refused_twice() -> list[tuple[str, str]]:
+    """Per case what second derivatives of fused attention, which has none, raise on this rank."""
+    mesh = init_device_mesh("cpu", (4,))
+    torch.manual_seed(0)
+    given = [torch.randn(3, 3, 3, 4) for _ in range(3)]
+    hidden = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])  # a query without keys
+    found: list[tuple[str, str]] = []
+    for mask, causal in ((None, False), (None, True), (hidden, False), (torch.randn(3, 3, 3, 3), False)):
+        plain = [t.clone().requires_grad_() for t in given]
+        F.scaled_dot_product_attention(*plain, mask, is_causal=causal).square().sum().backward()
+        for placements in ([Shard(0)] * 3, [Shard(1)] * 3, [Shard(2), Replicate(), Replicate()]):
+            mine: list[Any] = [
+                distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(given, placements, strict=True)
+            ]
+            placed = None if mask is None else distribute_tensor(mask, mesh, [Replicate()])
+            result = F.scaled_dot_product_attention(*mine, placed, is_causal=causal)
+            first = torch.autograd.grad(result.square().sum(), mine, create_graph=True)
+            for m, p in zip(first, plain, strict=True):
+                torch.testing.assert_close(m.full_tensor(), p.grad)
+            try:
+                torch.autograd.grad(sum(g.square().sum() for g in first), mine)
+                found.append((str(placements), "nothing"))
+            except RuntimeError as error:
+                found.append((str(placements), str(error)))
+    return found
+
+
+def test_all_ranks_refuse_what_has_no_second_derivative():
+    found = run_ranks(4, refused_twice)
+    assert all(of_rank == found[0] for of_rank in found)
+    assert all("is not implemented" in message for _, message in found[0])
 
 
 # ------------------------------------------------------------------ what a plan tries

@@ -55,7 +55,9 @@ def sdpa(
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         even[lead - 1] = (query.shape[-3], key.shape[-3])
     shape = (*query.shape[:-1], value.shape[-1])
-    return Spec([by_operand[id(o)] for o in call.operands], [(*loops, position, None)], [shape], even=even)
+    ins = [by_operand[id(o)] for o in call.operands]
+    # PyTorch has other kernels for nothing, which can be differentiated twice: that rank alone would go on.
+    return Spec(ins, [(*loops, position, None)], [shape], even=even, never_empty=True)
 
 
 @decomposition("scaled_dot_product_attention")

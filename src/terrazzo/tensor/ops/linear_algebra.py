@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, within
+from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.ops.loops import loops
 from terrazzo.tensor.ops.pointwise import broadcast
 from terrazzo.tensor.ops.spatial import shapes_of_results
@@ -78,12 +79,31 @@ def vander(call: Call, x: Operand, N: Any = None, increasing: bool = False) -> S
 
 
 _ROWS = loops("...m_, ...n_ -> ...mn")
+_BY_PRODUCT = "use_mm_for_euclid_dist"
+_MANY_ROWS = 25  # of more rows PyTorch computes Euclidean distances by a product
 
 
 @rule("cdist")
-def cdist(call: Call, x1: Operand, x2: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    """Every row of x1 with every row of x2."""
-    return _ROWS.spec(call.operands) if call.operands == [x1, x2] and x1.shape[-1:] == x2.shape[-1:] else None
+def cdist(call: Call, x1: Operand, x2: Operand, p: Any = 2.0, compute_mode: Any = None) -> Spec | None:
+    """Every row of x1 with every row of x2.
+
+    PyTorch has two ways, of which only the product has second derivatives; the global numbers of rows decide.
+    """
+    if call.operands != [x1, x2] or x1.shape[-1:] != x2.shape[-1:]:
+        return None
+    spec = _ROWS.spec(call.operands)
+    if spec is None or p != 2:
+        return spec
+    many = compute_mode in (None, 0, f"{_BY_PRODUCT}_if_necessary") and max(x1.shape[-2], x2.shape[-2]) > _MANY_ROWS
+    if many or compute_mode in (1, _BY_PRODUCT):
+        spec.localize = lambda chosen: _by_product if chosen.sharded else None
+    return spec
+
+
+def _by_product(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+    x1, x2 = loc[:2]
+    result: torch.Tensor = torch.cdist(x1, x2, 2.0, _BY_PRODUCT)
+    return result if result.numel() else tied_to(result.detach(), x1, x2)
 
 
 @rule("linalg_cross")
