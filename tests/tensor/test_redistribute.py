@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 
 import pytest
@@ -171,8 +172,21 @@ def in_the_background() -> None:
         torch.testing.assert_close(x.grad.full_tensor(), 2 * whole)
 
 
+def backward_of_a_gather() -> None:
+    mesh = init_device_mesh(device_type(), (4,))
+    weight = placed(torch.randn(4, 8), mesh, [Shard(1)]).requires_grad_()
+
+    def step(async_op: bool) -> None:
+        x = placed(torch.randn(8, 4), mesh, [Shard(0)]).requires_grad_()
+        (x.redistribute(placements=[R], async_op=async_op) @ weight).square().sum().backward()
+
+    moved = [[(e.kind, e.bytes) for e in events_of(partial(step, async_op))] for async_op in (False, True)]
+    assert moved[0] == moved[1] and "reduce_scatter" in [kind for kind, _ in moved[0]]
+
+
 def test_async_redistribution() -> None:
     run_ranks(4, in_the_background)
+    run_ranks(4, backward_of_a_gather)
 
 
 def across_meshes() -> None:

@@ -319,18 +319,23 @@ def _redistribute_later(tensor: DTensor, dst: Layout) -> DTensor:
     src, local = tensor._layout, tensor._local
     finish = _start(local, src, dst)
     lock = threading.Lock()
-    done: list[torch.Tensor] = []
+    done: list[tuple[torch.Tensor, Gathered | None]] = []
     grad_mode = torch.is_grad_enabled()
     describe = origin.describe
 
-    def resolve() -> torch.Tensor:
+    def resolve() -> tuple[torch.Tensor, Gathered | None]:
         with lock:
             if not done:
                 with torch.set_grad_enabled(grad_mode), describing(describe):
-                    done.append(finish())
+                    made = finish()
+                    done.append((made, gathered_from(local, src, dst, made)))
             return done[0]
 
-    return pending(dst, local, resolve)
+    result: PendingDTensor = _make(PendingDTensor, dst.shape, None, None, None, local.dtype, _STRIDED, local.device)
+    result._layout = dst
+    result._memo = None
+    result._pending = resolve
+    return result
 
 
 def _start(local: torch.Tensor, src: Layout, dst: Layout) -> Callable[[], torch.Tensor]:
@@ -390,7 +395,8 @@ class PendingDTensor(DTensor):
 
     @property
     def _local(self) -> torch.Tensor:  # type: ignore[override]  # a slot in the base class, which is set at the end
-        local = self._pending()
+        local: torch.Tensor
+        local, self._memo = self._pending()
         _local_slot.__set__(self, local)
         object.__setattr__(self, "__class__", DTensor)
         return local
@@ -401,12 +407,3 @@ class PendingDTensor(DTensor):
 
 
 _local_slot: Any = DTensor.__dict__["_local"]
-
-
-def pending(layout: Layout, like: torch.Tensor, resolve: Callable[[], torch.Tensor]) -> DTensor:
-    """A DTensor whose local tensor `resolve` returns when it is first used."""
-    result: PendingDTensor = _make(PendingDTensor, layout.shape, None, None, None, like.dtype, _STRIDED, like.device)
-    result._layout = layout
-    result._memo = None
-    result._pending = resolve
-    return result
