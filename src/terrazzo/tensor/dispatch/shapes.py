@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from terrazzo.errors import DTensorArgumentError, DTensorError
-from terrazzo.tensor.dispatch.spec import Call
+from terrazzo.tensor.dispatch.spec import Call, Dims
 from terrazzo.tensor.dispatch.structure import get_at, on_stand_ins
 
 _REFUSALS = (RuntimeError, ValueError, IndexError)
@@ -85,3 +85,15 @@ def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
                 raise DTensorError(f"shapes {', '.join(str(tuple(s)) for s in shapes)} cannot be broadcast together")
             result[d] = size
     return tuple(result)
+
+
+def dims_within(shape: Sequence[int], out: Sequence[int]) -> Dims | None:
+    """The dims of a tensor as factors 0, 1, ... of the shape `out`, to which it is broadcast; None if it cannot be.
+
+    >>> dims_within((3, 1), (2, 3, 4)), dims_within((3,), (2, 4))
+    ((1, None), None)
+    """
+    first = len(out) - len(shape)
+    if first < 0 or any(n not in (1, m) for n, m in zip(shape, out[first:], strict=True)):
+        return None
+    return tuple(d if n == out[d] else None for d, n in enumerate(shape, first))

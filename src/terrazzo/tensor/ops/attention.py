@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from terrazzo.layout import Replicate
+from terrazzo.tensor.dispatch.shapes import dims_within
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.ops.table import decomposition, rule
@@ -39,16 +40,11 @@ def sdpa(
     by_operand: dict[int, Dims] = {id(o): (*loops, None, None) for o in (key, value)}
     by_operand[id(query)] = (*loops, position, None)
     if isinstance(attn_mask, Operand):
-        shift = query.ndim - attn_mask.ndim
-        if shift < 0:
-            return None
-        sizes = (*query.shape[:-1], key.shape[-2])
-        if any(n not in (1, sizes[d + shift]) for d, n in enumerate(attn_mask.shape)):
+        of_scores = dims_within(attn_mask.shape, (*query.shape[:-1], key.shape[-2]))
+        if of_scores is None:
             return None
         dims = (*loops, position, None)
-        by_operand[id(attn_mask)] = tuple(
-            dims[d + shift] if n == sizes[d + shift] else None for d, n in enumerate(attn_mask.shape)
-        )
+        by_operand[id(attn_mask)] = tuple(None if d is None else dims[d] for d in of_scores)
     elif attn_mask is not None:
         return None
     even = {}

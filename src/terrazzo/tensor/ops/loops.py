@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from terrazzo.errors import DTensorArgumentError
 from terrazzo.layout.placement import REDUCE_OPS
-from terrazzo.tensor.dispatch.shapes import broadcast_shapes
+from terrazzo.tensor.dispatch.shapes import broadcast_shapes, dims_within
 from terrazzo.tensor.dispatch.spec import Dims, Operand, Spec
 
 
@@ -46,10 +46,7 @@ class Loops:
         sizes: dict[str | int, int] = dict(enumerate(batch))
         ins: list[list[str | int | None]] = []
         for term, operand, lead in zip(self.ins, operands, leads, strict=True):
-            first = len(batch) - lead
-            dims: list[str | int | None] = [
-                first + d if n == batch[first + d] else None for d, n in enumerate(operand.shape[:lead])
-            ]
+            dims: list[str | int | None] = [*(dims_within(operand.shape[:lead], batch) or ())]
             for letter, n in zip(term.removeprefix("..."), operand.shape[lead:], strict=True):
                 if letter != "_" and sizes.setdefault(letter, n) != n:
                     return None

@@ -10,6 +10,7 @@ import torch
 
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
+from terrazzo.tensor.dispatch.shapes import dims_within
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec
 from terrazzo.tensor.dispatch.structure import on_one_element
 from terrazzo.tensor.ops.accumulate import sums_in_single, working_type
@@ -123,12 +124,9 @@ def elementwise_loss(call: Call, input: Operand, target: Operand, *args: Any, **
     if reduction not in REDUCTIONS or (len(call.operands) > 2 and call.name not in _WEIGHTED):
         return None
     shape = tuple(input.shape)
-    ins: list[Dims] = []
-    for o in call.operands:
-        shift = len(shape) - o.ndim
-        if shift < 0 or any(n not in (1, shape[d + shift]) for d, n in enumerate(o.shape)):
-            return None
-        ins.append(tuple(d + shift if n == shape[d + shift] else None for d, n in enumerate(o.shape)))
+    ins = [dims for o in call.operands if (dims := dims_within(o.shape, shape)) is not None]
+    if len(ins) < len(call.operands):
+        return None
     factors, count = tuple(range(input.ndim)), math.prod(shape)
 
     def reduced(func: Any, loc: list[Any], kw: dict[str, Any], wanted: str) -> torch.Tensor:

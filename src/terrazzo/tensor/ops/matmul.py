@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from terrazzo.tensor.dispatch.shapes import dims_within
 from terrazzo.tensor.dispatch.spec import HALF, Call, Operand, Spec, result_type
 from terrazzo.tensor.ops.accumulate import product_type, sums_in_single
 from terrazzo.tensor.ops.loops import loops
@@ -103,12 +104,11 @@ def add_product(
     if product is None:
         return None
     factors, _, out = _PRODUCTS[call.name].partition(" -> ")
-    full = product.shapes[0]
-    shift = len(full) - input.ndim
-    if shift < 0 or any(n not in (1, m) for n, m in zip(input.shape, full[shift:], strict=True)):
+    dims = dims_within(input.shape, product.shapes[0])
+    if dims is None:
         return None
-    added = [loop if n == m else "_" for loop, n, m in zip(out[shift:], input.shape, full[shift:], strict=True)]
-    return _in_range(_product(f"{''.join(added)}, {factors} -> {out}", [input, *pair], addend=0), pair)
+    added = "".join("_" if d is None else out[d] for d in dims)
+    return _in_range(_product(f"{added}, {factors} -> {out}", [input, *pair], addend=0), pair)
 
 
 @rule("einsum")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from terrazzo.layout import Partial
-from terrazzo.tensor.dispatch.shapes import broadcast_shapes
+from terrazzo.tensor.dispatch.shapes import broadcast_shapes, dims_within
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec, within
 from terrazzo.tensor.ops.table import decomposition, elementwise, rule
 
@@ -62,12 +62,7 @@ def is_pointwise(name: str) -> bool:
 def broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[Dims]]:
     """The broadcast shape, and each operand's dims as factors 0, 1, ... of it; an expanded dim has none."""
     out = broadcast_shapes(*shapes)
-    n = len(out)
-    ins: list[Dims] = []
-    for shape in shapes:
-        shift = n - len(shape)
-        ins.append(tuple(d + shift if size == out[d + shift] else None for d, size in enumerate(shape)))
-    return out, ins
+    return out, [dims for shape in shapes if (dims := dims_within(shape, out)) is not None]
 
 
 def pointwise_spec(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
