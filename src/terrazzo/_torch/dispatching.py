@@ -218,6 +218,17 @@ def get_in_thread(name: str) -> Any:
     return _kept(name) if _is_kept(name) else None
 
 
+@contextmanager
+def set_within(name: str, value: Any) -> Iterator[None]:
+    """A block in which this thread has `value` under `name`."""
+    outer = get_in_thread(name)
+    set_in_thread(name, value)
+    try:
+        yield
+    finally:
+        set_in_thread(name, outer)
+
+
 # ------------------------------------------------------------------ trees of values
 
 tree_flatten: Any = private("torch.utils._pytree.tree_flatten", "torch's own trees: transforms, local_map, pipelines")

@@ -6,15 +6,15 @@ is imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from terrazzo._torch.checkpointing import carry
-from terrazzo._torch.dispatching import get_in_thread, set_in_thread
+from terrazzo._torch.dispatching import get_in_thread, set_within
 
 
 class Links:
@@ -50,15 +50,9 @@ def counts_as_replicated() -> bool:
     return bool(get_in_thread(_REPLICATED))
 
 
-@contextmanager
-def plain_tensors_replicated(value: bool = True) -> Iterator[None]:
+def plain_tensors_replicated(value: bool = True) -> AbstractContextManager[None]:
     """Plain tensors in calls with DTensors count as replicated in this thread, or do not if `value` is False."""
-    outer = counts_as_replicated()
-    set_in_thread(_REPLICATED, value)
-    try:
-        yield
-    finally:
-        set_in_thread(_REPLICATED, outer)
+    return set_within(_REPLICATED, value)
 
 
 carry(counts_as_replicated, plain_tensors_replicated)

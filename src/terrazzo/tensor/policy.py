@@ -25,7 +25,7 @@ from torch import nn
 
 from terrazzo._torch.autograd import current_node
 from terrazzo._torch.checkpointing import carry
-from terrazzo._torch.dispatching import get_in_thread, set_in_thread
+from terrazzo._torch.dispatching import get_in_thread, set_within
 from terrazzo.comm import CommEvent, add_observer, observe, remove_observer
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.observe import origin
@@ -73,16 +73,14 @@ def _in_force(policy: Policy | None) -> Iterator[None]:
     if policy is None:
         yield
         return
-    outer, outer_describe = _policy_of_thread(), origin.describe
-    set_in_thread(_THREAD_STATE, policy)
+    outer_describe = origin.describe
     origin.describe = policy.cause_of_node
     observe.era += 1
     try:
-        with noting():
+        with set_within(_THREAD_STATE, policy), noting():
             yield
     finally:
         origin.describe = outer_describe
-        set_in_thread(_THREAD_STATE, outer)
         observe.era += 1
 
 

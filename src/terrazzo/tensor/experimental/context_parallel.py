@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from terrazzo._torch.checkpointing import carry
-from terrazzo._torch.dispatching import get_in_thread, set_in_thread
+from terrazzo._torch.dispatching import get_in_thread, set_within
 from terrazzo._torch.flex import checks, plain_flex, replace_flex, restore_flex
 from terrazzo.comm import differentiable as typed
 from terrazzo.comm.axis import Axis, axis_of
@@ -206,19 +206,16 @@ _lock = threading.Lock()
 def attention_over(context: AttentionOver | None) -> Iterator[None]:
     """A block in which attention is over sequences that are sharded like this; None: as outside of blocks."""
     global _replaced
-    outer = _context_of_thread()
     with _lock:
         _replaced += 1
         F.scaled_dot_product_attention = _attention
         if _replaced == 1:
             replace_flex(_flex_attention)
             checks.append(_refuse_flex)
-    set_in_thread(_THREAD_STATE, context)
     try:
-        with _AttentionMode():
+        with set_within(_THREAD_STATE, context), _AttentionMode():
             yield
     finally:
-        set_in_thread(_THREAD_STATE, outer)
         with _lock:
             _replaced -= 1
             if _replaced == 0:
@@ -359,12 +356,8 @@ def _to_positions(out: Tensor, context: AttentionOver, length: int, ordered: boo
 
 def _alone(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Call attention as outside of blocks: this block's function mode sees the call, too."""
-    context = _context_of_thread()
-    set_in_thread(_THREAD_STATE, None)
-    try:
+    with set_within(_THREAD_STATE, None):
         return function(*args, **kwargs)
-    finally:
-        set_in_thread(_THREAD_STATE, context)
 
 
 def _whole_sequences(query: Tensor, key: Tensor, value: Tensor, axis: Axis, ordered: bool) -> list[Tensor]:

@@ -8,15 +8,15 @@ so gradients of any order work without further code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from terrazzo._torch.checkpointing import carry
-from terrazzo._torch.dispatching import get_in_thread, set_in_thread
+from terrazzo._torch.dispatching import get_in_thread, set_within
 from terrazzo.comm.axis import Axis, axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.comm.differentiable import reduce_replicate
@@ -42,15 +42,9 @@ class ParallelLoss:
         """Whether this thread is inside."""
         return bool(get_in_thread(self._STATE))
 
-    @contextmanager
-    def entered(self, value: bool) -> Iterator[None]:
+    def entered(self, value: bool) -> AbstractContextManager[None]:
         """A block in which this thread is inside, or outside."""
-        outer = self.is_entered()
-        set_in_thread(self._STATE, value)
-        try:
-            yield
-        finally:
-            set_in_thread(self._STATE, outer)
+        return set_within(self._STATE, value)
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The loss of logits that stay sharded over the classes; plain targets are the same on every rank."""
