@@ -18,6 +18,7 @@ body(
         *("expand_as", "view_as", "reshape_as", "hsplit", "vsplit", "dsplit", "atleast_1d", "atleast_2d"),
         *("atleast_3d", "meshgrid", "broadcast_tensors", "nanmean", "fliplr", "flipud"),
         *("cross", "msort", "cartesian_prod", "combinations", "take_along_dim"),
+        *("fft_fftshift", "fft_ifftshift"),
     ]
 )
 

@@ -8,8 +8,8 @@ so gradients of any order work without further code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,29 @@ def _inside(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
 
 parallel_loss = ParallelLoss()
 carry(parallel_loss.is_entered, parallel_loss.entered)
+
+
+@contextmanager
+def loss_parallel() -> Iterator[None]:
+    """Inside this block, `cross_entropy` of logits sharded over the classes runs without gathering them.
+
+    >>> import torch
+    >>> from terrazzo.tensor import Shard, init_device_mesh, randn
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> logits = randn(2, 8, device_mesh=mesh, placements=[Shard(1)], requires_grad=True)  # a rank has some classes
+    >>> with loss_parallel():
+    ...     loss = torch.nn.functional.cross_entropy(logits, torch.tensor([3, 5]))
+    >>> loss.backward()
+    >>> logits.grad.placements
+    (Shard(dim=1),)
+
+    All of `cross_entropy` works: class indices or probabilities, weights, `ignore_index`, label smoothing, every
+    reduction, further dims, logits that other mesh dimensions shard over the batch. `target` and `weight` may be plain
+    tensors that are the same on every rank. Backward may run inside or outside the block, and so may what activation
+    checkpointing recomputes.
+    """
+    with parallel_loss.entered(True):
+        yield
 
 
 @rule("cross_entropy", "cross_entropy_loss", context=parallel_loss)

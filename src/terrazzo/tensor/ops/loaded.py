@@ -9,7 +9,6 @@ from terrazzo.tensor.ops import (  # noqa: F401  (registering is what importing 
     creation,
     cross_entropy,
     foreach,
-    fourier,
     gather_scatter,
     indexing,
     linear_algebra,

@@ -1,4 +1,4 @@
-"""Functions of the trailing dims: pooling, resizing, padding, rearranging. Batch and channels may be sharded.
+"""Functions of some dims: pooling, resizing, padding, rearranging, Fourier transforms. The others may be sharded.
 
 The output sizes of pooling and resizing follow rounding rules with many options. PyTorch itself is asked, once per
 plan, with a tensor without data.
@@ -21,6 +21,7 @@ from terrazzo.tensor.ops.loops import loops
 from terrazzo.tensor.ops.questions import is_sharded_along
 from terrazzo.tensor.ops.reductions import loser
 from terrazzo.tensor.ops.table import rule
+from terrazzo.tensor.ops.views import norm_dim
 
 
 def touching(
@@ -212,3 +213,20 @@ def unfold(call: Call, input: Operand, dimension: int, size: int, step: int) -> 
     count = (input.shape[d] - size) // step + 1
     shape = (*(count if i == d else n for i, n in enumerate(input.shape)), size)
     return Spec([factors], [(*factors, None)], [shape], linear=[(0,)], moves_only=True, is_view=True)
+
+
+_TRANSFORMS = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+
+
+@rule(*(f"fft_{kind}{dims}" for kind in _TRANSFORMS for dims in ("", "2", "n")))
+def transform(
+    call: Call, input: Operand, n: Any = None, dim: Any = (), norm: Any = None, *, s: Any = None
+) -> Spec | None:
+    """Fourier transforms; `n` is the size of one dim, `s` those of several."""
+    if dim == ():
+        dim = -1 if call.name.endswith("t") else (-2, -1) if call.name.endswith("2") else None
+    sizes = n if s is None else s
+    if dim is None:
+        dim = range(-(input.ndim if sizes is None else len([sizes] if isinstance(sizes, int) else sizes)), 0)
+    named = {norm_dim(d, input.ndim) for d in ([dim] if isinstance(dim, int) else dim)}
+    return touching(call, input, named, linear=True, keeps_terms=True) if input.ndim else None

@@ -3,8 +3,8 @@
 The names and behaviours are those of `torch.distributed.tensor.parallel`.
 """
 
+from terrazzo.tensor.ops.cross_entropy import loss_parallel
 from terrazzo.tensor.parallel.experts import ExpertParallel, grouped_mm
-from terrazzo.tensor.parallel.loss import loss_parallel
 from terrazzo.tensor.parallel.mixture import GroupedExperts, MixtureOfExperts
 from terrazzo.tensor.parallel.parallelize import parallelize_module
 from terrazzo.tensor.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
