@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -10,18 +11,23 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import terrazzo
 from terrazzo.checkpoint import CheckpointManager, load, save
 from terrazzo.checkpoint.manager import KeepEvery, KeepLast
-from terrazzo.cli import app
-from terrazzo.cli.screen import OUT
+from terrazzo.cli import app, doctor
+from terrazzo.cli.screen import OUT, progress
 
 STATE = {"model": {"layers.2.w": torch.arange(12.0).reshape(3, 4), "layers.10.w": torch.ones(5).bfloat16()}, "step": 7}
 
@@ -200,6 +206,52 @@ def test_convert(path: str, tmp_path: Path) -> None:
     assert run("diff", path, back).exit_code == 0
 
 
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "diff", "convert", "view"])
+def test_on_a_terminal_nothing_is_silent_while_names_are_read(
+    command: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = StringIO()
+    monkeypatch.setattr("terrazzo.cli.screen.ERR", Console(file=terminal, force_terminal=True, width=100))
+    monkeypatch.setattr("terrazzo.cli.screen._MOMENT", 0.01)
+
+    def slowly(opens: Callable[[str], Any]) -> Callable[[str], Any]:
+        def opened(place: str) -> Any:
+            limit = time.monotonic() + 60
+            while "0:00:0" not in terminal.getvalue():
+                assert time.monotonic() < limit, "nothing is shown"
+                time.sleep(0.01)
+            return opens(place)
+
+        return opened
+
+    module = importlib.import_module(f"terrazzo.cli.{command if command in ('convert', 'view') else 'inspect'}")
+    opens = "listing_of" if hasattr(module, "listing_of") else "Checkpoint"
+    monkeypatch.setattr(module, opens, slowly(getattr(module, opens)))
+    more = {
+        "show": ["model.layers.2.w"],
+        "diff": [path],
+        "convert": [str(tmp_path / "out")],
+        "view": ["--out", str(tmp_path / "page.html")],
+    }
+    assert run(command, path, *more.get(command, [])).exit_code == 0
+    assert terminal.getvalue().rstrip().endswith("\x1b[2K"), "what was shown is removed at the end"
+
+
+def test_progress_has_numbers_and_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = StringIO()
+    monkeypatch.setattr("terrazzo.cli.screen.ERR", Console(file=terminal, force_terminal=True, width=100))
+    monkeypatch.setattr("terrazzo.cli.screen._MOMENT", 0.01)
+    with progress("copying") as bar:
+        bar.of(2_000_000)
+        limit = time.monotonic() + 60
+        while not re.search(
+            r"copying .*[0-9.]+/2\.0 MB.* [kM]?B/s", re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+        ):
+            assert time.monotonic() < limit, terminal.getvalue()
+            bar.advance(1000)
+            time.sleep(0.01)
+
+
 def test_errors_are_one_line_and_status_two(tmp_path: Path) -> None:
     for command in (["ls"], ["verify"], ["show", "x"]):
         result = run(command[0], str(tmp_path / "absent"), *command[1:])
@@ -300,7 +352,10 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERRAZZO_INSTALL", "1")  # too late: this Python has started without it
     shown = run("doctor")
     assert shown.exit_code == 1 and "-> raise it before training: ulimit -n 5000" in shown.output
-    assert "-> ranks of several hosts find each other by name" in shown.output and "no such interface" in shown.output
+    assert (
+        "-> ranks of several hosts find each other by name" in shown.output
+        and "there is no nothing0: unset it" in shown.output
+    )
     assert "-> raise it before training: ulimit -u 5000" in shown.output
     found = int(shown.output.splitlines()[-1].split(" of ")[0])
     assert found == sum(line.startswith("!") for line in shown.output.splitlines()) >= 5
@@ -325,6 +380,47 @@ def test_doctor_on_a_machine_that_refuses(tmp_path: Path, monkeypatch: pytest.Mo
     assert "--standalone" in mend["torchrun's port"] and "set TMPDIR" in mend["temporary files"]
     assert "name a folder in which this user can write" in mend[str(tmp_path / "file")]
     assert mend[str(tmp_path / "new" / "run")] == "" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("shm", "needed", "found", "mend"),
+    [
+        ("absent", 1, "missing", "mount it"),
+        ("", 1 << 60, "GiB free", "docker run --shm-size=8g"),
+        ("", 1, "GiB free", ""),
+    ],
+)
+def test_doctor_and_shared_memory(
+    shm: str, needed: int, found: str, mend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_SHM", tmp_path / shm)
+    monkeypatch.setattr(doctor, "_SHARED", needed)
+    (finding,) = [each for each in doctor._limits() if each.check == "/dev/shm"]
+    assert found in finding.found and mend in finding.mend and bool(mend) == bool(finding.mend)
+
+
+def test_doctor_and_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert doctor._nccl() == []
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
+    assert "built with NCCL" in doctor._nccl()[0].mend
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", _fails)
+    assert doctor._nccl()[0].found == "cannot be loaded: no address" and "libnccl.so.2" in doctor._nccl()[0].mend
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 7))
+    assert doctor._nccl()[0].found.startswith("2.29.7") and not doctor._nccl()[0].mend
+
+
+@pytest.mark.parametrize("variable", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"])
+def test_doctor_and_interfaces_that_are_named(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, absent in (("nothing0,nothing1", "nothing0, nothing1"), ("=nothing", "nothing"), ("^nothing", "")):
+        monkeypatch.setenv(variable, value)
+        found = [each for each in doctor._network() if each.check == variable]
+        if absent and (value[0] != "=" or "NCCL" in variable):
+            assert f"there is no {absent}: unset it, or name what is there (" in found[0].mend
+        elif "NCCL" in variable:
+            assert not found
 
 
 def _no_folder() -> str:

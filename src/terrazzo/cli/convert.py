@@ -32,15 +32,16 @@ def convert(
     """Convert a checkpoint into another format, with little memory."""
     with errors():
         format = named(to)
-        total = Checkpoint(source).total_bytes()
-        with progress("converting", total) as advance:
+        with progress("converting") as bar:
+            total = Checkpoint(source).total_bytes()
+            bar.of(total)
             try:
                 convert_checkpoint(
                     source,
                     target,
                     to,
                     overwrite=overwrite,
-                    progress=lambda name, nbytes: advance(nbytes),
+                    progress=lambda name, nbytes: bar.advance(nbytes),
                     stage=stage,
                     ranks=ranks,
                     only=only,

@@ -27,6 +27,7 @@ _FILES = 4096  # that a rank with many loaders and a store of small files has op
 _TASKS = 4096  # processes and threads of a user, with ranks that load data and compute on all cores
 _SHARED = 1 << 30  # bytes of shared memory, for data loaders and saves in the background
 _TRIED = 4 << 20  # bytes that are written to a folder of checkpoints, and removed
+_SHM = Path("/dev/shm")
 _PORT = 29500  # where torchrun's ranks meet if nothing is said
 
 
@@ -119,12 +120,24 @@ def _accelerator() -> list[Finding]:
         return [Finding("accelerator", "none: ranks run on the CPU", mend)]
     count = torch.accelerator.device_count()
     backend = dist.get_default_backend_for_device(found)
-    findings = [Finding("accelerator", f"{count} of type {found.type}; ranks communicate with {backend}")]
-    if found.type == "cuda":
-        there = dist.is_nccl_available()
-        shown = ".".join(map(str, torch.cuda.nccl.version())) if there else "missing"
-        findings.append(Finding("nccl", shown, "" if there else "install a PyTorch that is built with NCCL"))
-    return findings
+    return [Finding("accelerator", f"{count} of type {found.type}; ranks communicate with {backend}")]
+
+
+def _nccl() -> list[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    if torch.version.cuda is None:
+        return []
+    if not dist.is_nccl_available():
+        return [Finding("nccl", "missing", "install a PyTorch that is built with NCCL")]
+    try:
+        number = ".".join(map(str, torch.cuda.nccl.version()))
+    except Exception as error:  # of the loader, of many kinds
+        mend = "look for another libnccl.so.2 in LD_LIBRARY_PATH and LD_PRELOAD, or install PyTorch again"
+        return [Finding("nccl", f"cannot be loaded: {error}", mend)]
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libnccl.so" in line}
+    return [Finding("nccl", " ".join([number, *(f"from {path}" for path in sorted(loaded))]))]
 
 
 def _limits() -> list[Finding]:
@@ -132,13 +145,16 @@ def _limits() -> list[Finding]:
         _limit("open files", resource.RLIMIT_NOFILE, _FILES, "n", "nofile"),
         _limit("processes", resource.RLIMIT_NPROC, _TASKS, "u", "nproc"),
     ]
-    shared = Path("/dev/shm")
-    if not shared.is_dir():
-        return [*findings, Finding("/dev/shm", "missing", "mount it: saves in the background and data loaders use it")]
-    free = shutil.disk_usage(shared).free
-    mend = "give it more: docker run --shm-size=8g, or an emptyDir with medium: Memory" if free < _SHARED else ""
-    if not os.access(shared, os.W_OK):
-        mend = "make it writable for this user"
+    if not _SHM.is_dir():
+        mend = "mount it, since saves in the background and data loaders use it: mount -t tmpfs tmpfs /dev/shm"
+        return [*findings, Finding("/dev/shm", "missing", mend)]
+    free, mend = shutil.disk_usage(_SHM).free, ""
+    if free < _SHARED:
+        mend = (
+            "give it more (docker run --shm-size=8g, or an emptyDir with medium: Memory), or remove what was left in it"
+        )
+    if not os.access(_SHM, os.W_OK):
+        mend = "make it writable for this user: chmod 1777 /dev/shm"
     return [*findings, Finding("/dev/shm", f"{free / 2**30:.1f} GiB free", mend)]
 
 
@@ -181,13 +197,32 @@ def _network() -> list[Finding]:
         except OSError as error:
             mend = "if it is no run of yours that is to go on: torchrun --standalone, or --master-port with another one"
             findings.append(Finding("torchrun's port", f"{_PORT}: {error.strerror}", mend))
-    there = sorted(interface for _, interface in socket.if_nameindex())
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    interfaces = sorted(interface for _, interface in socket.if_nameindex())
+    adapters = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    named = {"GLOO_SOCKET_IFNAME": interfaces, "NCCL_SOCKET_IFNAME": interfaces, "NCCL_IB_HCA": adapters}
+    for variable, there in named.items():
         wanted = os.environ.get(variable, "")
-        prefixes = tuple(wanted.lstrip("^=").split(","))
-        if wanted and not any(interface.startswith(prefixes) for interface in there):
-            findings.append(Finding(variable, wanted, f"there is no such interface; there are {', '.join(there)}"))
+        if absent := _absent(wanted, there, all_needed=variable.startswith("GLOO")):
+            mend = f"there is no {', '.join(absent)}: unset it, or name what is there ({', '.join(there) or 'nothing'})"
+            findings.append(Finding(variable, wanted, mend))
     return findings
+
+
+def _absent(wanted: str, there: list[str], *, all_needed: bool) -> list[str]:
+    """What a variable names that is not there, if that matters: gloo needs each, by its name; NCCL one that begins so,
+    or with `=` has this name, and what `^` excludes may be absent.
+
+    >>> _absent("eth0,lo", ["lo"], all_needed=True), _absent("eth,ib", ["ib0"], all_needed=False)
+    (['eth0'], [])
+    >>> _absent("=ib", ["ib0"], all_needed=False), _absent("^docker", ["ib0"], all_needed=False)
+    (['ib'], [])
+    """
+    if not wanted or (wanted.startswith("^") and not all_needed):
+        return []
+    names = [name.partition(":")[0] for name in wanted.removeprefix("=").split(",")]
+    whole = all_needed or wanted.startswith("=")
+    absent = [name for name in names if not any(name == each if whole else each.startswith(name) for each in there)]
+    return absent if all_needed or len(absent) == len(names) else []
 
 
 def _store_and_gloo() -> list[Finding]:
@@ -242,6 +277,7 @@ def _store(place: str) -> list[Finding]:
 _CHECKS: tuple[_Check, ...] = (
     ("versions", _versions),
     ("accelerator", _accelerator),
+    ("nccl", _nccl),
     ("limits", _limits),
     ("temporary files", _temporary),
     ("network", _network),

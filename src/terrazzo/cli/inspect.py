@@ -57,8 +57,9 @@ def list_values(
         if pattern == "*" and (steps := steps_at(checkpoint)):
             list_steps(checkpoint, steps, json=json)
             return
-        listing = listing_of(checkpoint)
-        entries = listing.entries
+        with progress("reading names"):
+            listing = listing_of(checkpoint)
+            entries = listing.entries
         names = in_order(entries if pattern == "*" else (name for name in entries if fnmatchcase(name, pattern)))
         if not names and pattern != "*":
             raise typer.BadParameter(shown(f"no value of the checkpoint matches {pattern!r}{_hint(pattern, entries)}"))
@@ -90,8 +91,9 @@ def show(
 ) -> None:
     """Show one value: shape, dtype, where each part is in the tensor and in which file, and its first numbers."""
     with errors(), paused_collector():
-        listing = listing_of(checkpoint)
-        entry = listing.entry(name)
+        with progress("reading names"):
+            listing = listing_of(checkpoint)
+            entry = listing.entry(name)
         if entry is None:
             raise typer.BadParameter(shown(f"the checkpoint has no value {name!r}{_hint(name, listing.entries)}"))
         if entry.dtype is None or entry.shape is None or entry.nbytes is None:
@@ -120,9 +122,10 @@ def show(
 def verify_checkpoint(checkpoint: CheckpointPath, json: Json = False) -> None:
     """Read every byte and compare it with its checksum: terrazzo's, the format's, or the seal's."""
     with errors(), paused_collector():
-        total = _total_bytes(checkpoint)
-        with progress("verifying", total) as advance:
-            checked = check(checkpoint, advance)
+        with progress("verifying") as bar:
+            total = _total_bytes(checkpoint)
+            bar.of(total)
+            checked = check(checkpoint, bar.advance)
         found = checked.damage
         if json:
             print_json({"checkpoint": str(checkpoint), "damage": found, "unchecked": checked.unchecked})
@@ -149,9 +152,9 @@ def seal_checkpoint(checkpoint: CheckpointPath, json: Json = False) -> None:
     with errors(), paused_collector():
         from terrazzo.checkpoint.tools.verify import seal
 
-        total = listing_of(checkpoint).total_bytes()
-        with progress("sealing", total) as advance:
-            nbytes = seal(checkpoint, advance)
+        with progress("sealing") as bar:
+            bar.of(listing_of(checkpoint).total_bytes())
+            nbytes = seal(checkpoint, bar.advance)
         if json:
             print_json({"checkpoint": str(checkpoint), "bytes": nbytes})
         else:
@@ -171,22 +174,24 @@ def diff(
     The time and the metrics that a CheckpointManager keeps in its checkpoints are left out, unless `--only` names them.
     """
     with errors(), paused_collector():
-        a, b = listing_of(one), listing_of(other)
 
         def wanted(name: str) -> bool:
             return name == only or (name != MANAGERS_RECORD and fnmatchcase(name, only))
 
-        if only != "*" and not any(map(wanted, a.names | b.names)):
-            raise typer.BadParameter(shown(f"no name matches {only!r}{_hint(only, a.names)}"))
         found: list[Any] = []
-        if not _known_to_be_equal(a, b, wanted):
-            from terrazzo.checkpoint.tools.compare import by_module, compare  # imports PyTorch, to read values
-            from terrazzo.checkpoint.tools.lazy import Checkpoint
+        modules: list[Any] = []
+        with progress("comparing") as bar:
+            a, b = listing_of(one), listing_of(other)
+            if only != "*" and not any(map(wanted, a.names | b.names)):
+                raise typer.BadParameter(shown(f"no name matches {only!r}{_hint(only, a.names)}"))
+            if not _known_to_be_equal(a, b, wanted):
+                from terrazzo.checkpoint.tools.compare import by_module, compare  # imports PyTorch, to read values
+                from terrazzo.checkpoint.tools.lazy import Checkpoint
 
-            with progress("comparing", a.total_bytes()) as advance:
                 pair = Checkpoint(one), Checkpoint(other)
-                found = list(compare(*pair, tolerance=tolerance, wanted=wanted, progress=advance))
-            modules = by_module(found) if summary else []
+                bar.of(a.total_bytes())
+                found = list(compare(*pair, tolerance=tolerance, wanted=wanted, progress=bar.advance))
+                modules = by_module(found) if summary else []
         if json:
             said = {"modules": modules} if summary and found else {"differences": found}
             print_json({"one": str(one), "other": str(other), **said})

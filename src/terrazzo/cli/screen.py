@@ -6,19 +6,22 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from terrazzo.errors import TerrazzoError
 
 OUT = Console()
 ERR = Console(stderr=True)
+
+_MOMENT = 0.5  # seconds without a word
 
 
 def shown(text: str) -> str:
@@ -91,10 +94,35 @@ def paused_collector() -> Iterator[None]:
             gc.enable()
 
 
+class Bar:
+    """A bar of progress in bytes, which moves to and fro until it has a total."""
+
+    def __init__(self, shown: Progress, what: str) -> None:
+        self._shown, self._task = shown, shown.add_task(what, total=None)
+
+    def of(self, total: int) -> None:
+        """Say how many bytes there are."""
+        self._shown.update(self._task, total=total)
+
+    def advance(self, nbytes: int) -> None:
+        """So many more are done."""
+        self._shown.advance(self._task, nbytes)
+
+
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar in bytes, on stderr if that is a terminal."""
+def progress(what: str) -> Iterator[Bar]:
+    """A bar on stderr, if that is a terminal and what is inside takes longer than a moment."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=ERR, transient=True, disable=not ERR.is_terminal) as bars:
-        task = bars.add_task(what, total=total)
-        yield lambda nbytes: bars.advance(task, nbytes)
+    shown = Progress(*columns, TimeElapsedColumn(), console=ERR, transient=True)
+    starter = threading.Timer(_MOMENT, shown.start)
+    starter.daemon = True
+    if ERR.is_terminal:
+        starter.start()
+    try:
+        yield Bar(shown, what)
+    finally:
+        starter.cancel()
+        if starter.is_alive():
+            starter.join()  # it may be about to show the bar
+        if shown.live.is_started:
+            shown.stop()

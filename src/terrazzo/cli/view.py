@@ -122,7 +122,7 @@ def _page(
         raise ViewError(f"{len(what)} checkpoints cannot be compared at once: name one or two")
     if len(what) == 2:
         return _difference(what[0], what[1], tolerance)
-    with paused_collector():
+    with paused_collector(), progress("reading names"):
         opened = Checkpoint(what[0])
         return Page(checkpoint_data(opened, what[0])), [opened]
 
@@ -185,8 +185,9 @@ def _steps_of(paths: list[str], ranks: list[int]) -> list[str]:
 def _difference(one: str, other: str, tolerance: float) -> _Objects:
     with paused_collector():
         both = [Checkpoint(one), Checkpoint(other)]
-        with progress("comparing", both[0].total_bytes()) as advance:
-            data = diff_data(both[0], both[1], (one, other), tolerance=tolerance, progress=advance)
+        with progress("comparing") as bar:
+            bar.of(both[0].total_bytes())
+            data = diff_data(both[0], both[1], (one, other), tolerance=tolerance, progress=bar.advance)
     return Page(data), both
 
 
