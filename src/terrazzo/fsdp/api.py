@@ -162,9 +162,10 @@ def _check_arguments(modules: list[nn.Module], reshard_after_forward: Any) -> No
 def _check_policies(mp_policy: Any, offload_policy: Any) -> None:
     """PyTorch's classes will do."""
     if not hasattr(mp_policy, "param_dtype"):
-        write = f"MixedPrecisionPolicy(param_dtype={mp_policy})" if isinstance(mp_policy, torch.dtype) else ""
+        dtype = mp_policy if isinstance(mp_policy, torch.dtype) else torch.bfloat16
         raise FSDPTypeError(
-            f"fully_shard's mp_policy is a MixedPrecisionPolicy, not {mp_policy!r}{write and ': write ' + write}"
+            f"fully_shard's mp_policy is a MixedPrecisionPolicy, not {mp_policy!r}: write "
+            f"MixedPrecisionPolicy(param_dtype={dtype})"
         )
     if not isinstance(offload_policy, OffloadPolicy) and type(offload_policy).__name__ not in _OFFLOADS:
         raise FSDPTypeError(

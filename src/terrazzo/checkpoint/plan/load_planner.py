@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Final
 
 import torch
@@ -224,13 +225,29 @@ class DefaultLoadPlanner(LoadPlanner):
             )
         return None
 
+    def _renamed(self, name: str, stored: Mapping[str, Any]) -> str:
+        """The end of a message about a missing tensor: which stored one of its shape it may be under another name."""
+        size, own = getattr(self.state_dict[name], "shape", None), name.split(".")[::-1]
+
+        def alike(other: str) -> int:
+            pairs = zip(own, other.split(".")[::-1], strict=False)
+            return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+        free = (
+            each for each, entry in stored.items() if each not in self.state_dict and getattr(entry, "size", 0) == size
+        )
+        other = max(free, key=alike, default="")
+        if not other or not alike(other):
+            return ""
+        return f"; {other} has this shape, and nothing asks for it: if it is the same, load it under that name"
+
     def _report(self, missing: Sequence[str], mismatched: Sequence[str], stored: Mapping[str, Any]) -> None:
         self.missing = tuple(missing)
         missing = () if self.allow_partial_load else missing
         # In brackets what PyTorch says, which programs look for.
         lines = [
             f"{name}: not in the checkpoint (Missing key in checkpoint state_dict: {name}.)"
-            f"{meant(name, stored) if number < _COMPARED else ''}"
+            f"{meant(name, stored, self._renamed(name, stored)) if number < _COMPARED else ''}"
             for number, name in enumerate(missing)
         ]
         lines += mismatched
