@@ -217,7 +217,9 @@ def started() -> None:
         collectives.all_to_all_start(x, axis, 0, (1,) * n, 1, (3,) * n),
     ]
     exchanged = collectives.exchange_start([x[i] for i in range(n)], axis, [(3,)] * n, x)
+    assert repr(pending[0]).startswith("<all_reduce on Axis(")
     results = [each.wait() for each in pending]
+    assert repr(pending[0]).endswith(", done>")
     assert torch.equal(results[0], torch.full((n, 3), float(n)))
     assert torch.equal(results[1], torch.arange(1.0, n + 1).repeat_interleave(3).expand(n, -1))
     assert torch.equal(results[2], torch.full((1, 3), (n + 1) / 2))

@@ -103,6 +103,7 @@ def check_unshard() -> None:
     block.reshard()  # again: nothing
 
     handle = block.unshard(async_op=True)
+    assert repr(handle).startswith("UnshardHandle(group=<group ")
     assert isinstance(handle, UnshardHandle)
     handle.wait()
     handle.wait()

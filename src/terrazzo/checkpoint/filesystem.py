@@ -138,7 +138,7 @@ class FileSystemReader(NativeReader):
 
     @cached_property
     def fs(self) -> Any:
-        """As of `FileSystemWriter`."""
+        """PyTorch's view of the folder, for classes built on this one."""
         return writer_of_torch(self.path).fs
 
     @property

@@ -43,6 +43,10 @@ class Pending(Generic[Result]):
         if wire.sending.here:
             self.wait()  # what uses the result, on any stream, waits for this one
 
+    def __repr__(self) -> str:
+        how = "done" if self._work is None and self._finish is None else "under way"
+        return f"<{self.kind} on {self.axis}, {how}>"
+
     def wait(self) -> Result:
         """The result, once the communication is done."""
         if self._work is None and self._finish is None:

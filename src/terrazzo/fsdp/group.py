@@ -77,6 +77,9 @@ class Group:
     def root(self) -> Any:
         return self.place.root
 
+    def __repr__(self) -> str:
+        return f"<group {self.name}>"
+
     @property
     def name(self) -> str:
         return self.place.name

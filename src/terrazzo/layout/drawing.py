@@ -34,8 +34,8 @@ class ShownAsCall(Shown):
     >>> class Range(ShownAsCall):
     ...     def __init__(self, start, *, stop, open=False):
     ...         self.start, self._stop = start, stop
-    >>> Range(1, stop=5)
-    Range(start=1, stop=5)
+    >>> Range(1, stop=5), Range(object(), stop=5)  # without the address
+    (Range(start=1, stop=5), Range(start=<object>, stop=5))
     """
 
     __slots__ = ()
@@ -49,7 +49,8 @@ class ShownAsCall(Shown):
 
 def _brief(value: object) -> str:
     """A value in a few words: that of a model or a tensor would be a page."""
-    text = repr(value) if _size(value, _MOST_TEXT) < _MOST_TEXT else ""
+    shown = type(value).__repr__ is not object.__repr__ and _size(value, _MOST_TEXT) < _MOST_TEXT
+    text = repr(value) if shown else ""
     return text if 0 < len(text) <= _MOST_TEXT and "\n" not in text else f"<{type(value).__name__}>"
 
 

@@ -25,7 +25,7 @@ from terrazzo.errors import CheckpointError, CheckpointManagerError
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The argument of a policy.
+    """What a policy is told when it is asked whether to save.
 
     Attributes:
         step: the step that may be saved.

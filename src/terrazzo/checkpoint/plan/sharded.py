@@ -266,11 +266,7 @@ def check_storable(value: Any) -> None:
 
 
 def flatten_sharded_tensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the state dict.
-
-    PyTorch's planners rewrite sharded tensors of sharded tensors at this point. Here a `ShardViews` handles them, and
-    this function remains for planners that call it.
-    """
+    """A copy of the state dict: for planners that call this function of PyTorch's. There is nothing to flatten here."""
     return dict(state_dict)
 
 

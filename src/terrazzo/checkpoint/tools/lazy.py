@@ -200,7 +200,7 @@ class LazyTensor:
 
     @property
     def chunks(self) -> list[Box]:
-        """The boxes in which the tensor is stored."""
+        """The boxes (offsets and lengths for each dim) in which the tensor is stored."""
         return [chunk.box for chunk in self._entry.chunks]
 
     @property

@@ -71,9 +71,9 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation for a unit: in a plan, and in the trace of a step that ran, with its times and the memory in use.
+    """One thing that a step does, such as a gather; in the trace of a step that ran, with its times and memory.
 
-    In a plan the times are the numbers of the operations.
+    It is for a unit: parameters that are gathered together. In a plan the times are the numbers of the operations.
     """
 
     kind: Kind

@@ -15,8 +15,8 @@ _STEPPED = Mark("stepped", -1)  # the user's event after an optimizer's step
 
 
 class Streams:
-    """The streams besides the device's current one, which computes, and the marks on all of them. Another device may
-    be the current one."""
+    """The streams of `device` on which communication runs beside its current stream, which computes; and the marks on
+    all of them. The process's current device may be another one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._index = torch.get_device_module(device.type), device.index
