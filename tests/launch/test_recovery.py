@@ -156,6 +156,18 @@ def test_ranks_that_do_not_end_after_a_failure_are_killed(monkeypatch):
                 assert other.returncode == 0
 
 
+def test_ranks_that_still_run_at_the_end_are_killed() -> None:
+    """As when torchrun is interrupted twice, and no longer waits for ranks that save."""
+    with HostRanks() as watch:
+        rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+        watch.start(lambda: rank, ["python"], {"RANK": "0"}, (0, 1, 2))
+    try:
+        assert rank.wait(60) == -signal.SIGKILL
+    finally:
+        rank.kill()
+        rank.communicate()
+
+
 def test_ranks_that_make_no_step_are_ended_and_show_where_they_are(monkeypatch, tmp_path):
     """That is those that are behind; one that is stopped does not end by itself."""
     monkeypatch.setattr(recovery, "PATIENCE", 0.5)
