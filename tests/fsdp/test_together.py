@@ -209,6 +209,25 @@ def check_models() -> None:
     assert_same_bits(partial(WithHalf, BLOCKS), bounds, prepare=frozen_in_part)
 
 
+def check_whole_shards() -> None:
+    """Of one rank, or of replicas that shard nothing, for which parameters are used where the shards are."""
+    world, bounds, options = dist.get_world_size(), (1500, 1 << 20), {}
+    if world > 1:
+        options["mesh"] = init_device_mesh(device_type(), (world, 1))
+    alone, in_part, all_at_once = assert_same_bits(partial(Model, BLOCKS), bounds, **options)
+    assert alone > in_part > all_at_once if world > 1 else alone == 0
+    for step in (by_hand, accumulating, twice):
+        assert_same_bits(partial(Model, BLOCKS), bounds, step, **options)
+    for make in (Wandering, partial(Recomputing, BLOCKS), partial(Branching, BLOCKS), Boxed):
+        assert_same_bits(make, bounds, **options)
+    assert_same_bits(partial(WithHalf, BLOCKS), bounds, prepare=frozen_in_part, **options)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_groups_whose_shards_are_whole_go_together(world):
+    run_ranks(world, check_whole_shards)
+
+
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "what", [*(pytest.param(f, marks=pytest.mark.long) for f in (check_ways, check_users)), check_models]
@@ -254,6 +273,16 @@ def check_said() -> None:
 @pytest.mark.on_late(coalesces=True)
 def test_the_report_and_the_plan_say_what_goes_together():
     run_ranks(2, check_said)
+
+
+def check_said_alone() -> None:
+    model = shard_blocks(Model(), reshard_after_forward=True)
+    assert [group.together for group in report(model).groups] == [("Model", "blocks.0", "blocks.1", "blocks.2")]
+
+
+@pytest.mark.on_late(coalesces=True)
+def test_the_report_says_what_goes_together_on_one_rank():
+    run_ranks(1, check_said_alone)
 
 
 def check_parting() -> None:

@@ -72,7 +72,7 @@ def _likeness_of(group: Group) -> tuple[object, ...] | None:
     settings, options = group.settings, group.options
     mesh = settings.mesh
     own = (options.all_gather, options.reduce_scatter, options.hook, options.staging)
-    if group.inner or mesh.shard.size == 1 or options.reduce_axes or any(x is not None for x in own):
+    if group.inner or options.reduce_axes or any(x is not None for x in own):
         return None
     if any(param.mesh is not mesh for param in group.params):
         return None
