@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 import terrazzo.deepspeed as deepspeed
 from engine.deepspeed_cases import deepspeed_is_installed
 from engine.runs import averaged, batches, config, loss_of, make_model, train_plainly
+from fsdp.compare import Counted
 from ranks import device_type, run_ranks
 from terrazzo.comm import alone
 from terrazzo.errors import EngineConfigError, EngineError, EngineValueError
@@ -83,7 +84,7 @@ def check_direct_backward() -> None:
     """`loss.backward()`, in every stage and with accumulation, also where the loss has terms beside the model's."""
     expected = None
     for stage in (0, 1, 2, 3):
-        for way in ("engine", "direct", "by hand", "no_sync"):
+        for way in ("engine", "direct", "by hand", "no_sync", "coalesced"):
             if way == "no_sync" and stage > 1:
                 continue
             engine, *_ = deepspeed.initialize(model=make_model(), config=config(stage, gradient_accumulation_steps=2))
@@ -94,8 +95,8 @@ def check_direct_backward() -> None:
                     if way == "by hand":
                         engine.set_gradient_accumulation_boundary(micro == 1)
                     part = mine(x, y, micro, 2)
-                    if way == "no_sync" and micro == 0:
-                        with engine.no_sync():
+                    if way == "coalesced" or (way == "no_sync" and micro == 0):
+                        with engine.no_sync() if way == "no_sync" else engine.coalesce_grad_reduction():
                             engine.backward(loss := loss_of(engine, *part))
                     else:
                         loss = loss_of(engine, *part)
@@ -104,7 +105,7 @@ def check_direct_backward() -> None:
                     if way in ("engine", "direct"):
                         engine.step()
                         assert engine.was_step_applied() is (micro == 1)
-                if way in ("by hand", "no_sync"):
+                if way in ("by hand", "no_sync", "coalesced"):
                     engine.set_gradient_accumulation_boundary(True)
                     engine.step()
                     engine.set_gradient_accumulation_boundary(None)
@@ -113,6 +114,30 @@ def check_direct_backward() -> None:
             expected = losses if expected is None else expected
             torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.tensor(expected), torch.tensor(train_plainly(STEPS)[0]), rtol=1e-5, atol=1e-5)
+
+
+def check_coalesced() -> None:
+    x, y = mine(*next(batches(1)))
+    for stage in (1, 2, 3):
+        engine, *_ = deepspeed.initialize(model=make_model(), config=config(stage, gradient_accumulation_steps=2))
+        engine.set_gradient_accumulation_boundary(True)
+        with Counted() as kinds, engine.coalesce_grad_reduction():
+            for _ in range(2):
+                engine.backward(loss_of(engine, x, y))
+            for block in (engine.no_sync, engine.coalesce_grad_reduction):
+                with pytest.raises(EngineError, match="nested" if stage < 2 else "nested|incompatible"), block():
+                    pass
+            with pytest.raises(EngineError, match="It is illegal to call"):
+                engine.step()
+        assert not any("reduce" in kind for kind in kinds), (stage, kinds)
+        assert engine.is_gradient_accumulation_boundary()
+        with Counted() as kinds:
+            engine.step()
+        assert any("reduce" in kind for kind in kinds) and engine.was_step_applied(), (stage, kinds)
+
+
+def test_backwards_in_a_block_are_reduced_once():
+    run_ranks(2, check_coalesced)
 
 
 def check_wrong_backward() -> None:

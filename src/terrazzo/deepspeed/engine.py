@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -114,14 +114,9 @@ class DeepSpeedEngine(nn.Module):
         """A block in which gradients are not reduced; only in stages 0 and 1."""
         return self.core.no_sync()
 
-    @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """A block in which gradients of several backwards are accumulated; they are reduced at its end."""
-        self.core.set_gradient_accumulation_boundary(False)
-        try:
-            yield
-        finally:
-            self.core.set_gradient_accumulation_boundary(None)
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """A block in which gradients of several backwards are accumulated; the next step reduces them, in any stage."""
+        return self.core.accumulate("coalesce_grad_reduction()")
 
     # ------------------------------------------------------------------ data
 

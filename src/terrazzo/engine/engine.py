@@ -256,9 +256,20 @@ class Engine(Shown):
                 f"the no_sync context manager is incompatible with ZeRO stage {self.stage}: it needs whole gradients "
                 f"on every rank, and stage {self.stage} shards them; leave it out, or use stage 0 or 1"
             )
+        with self.accumulate("no_sync()"):
+            yield
+
+    @contextmanager
+    def accumulate(self, name: str = "accumulate()") -> Iterator[None]:
+        """A block in which gradients are accumulated, whole, on each rank; the next step reduces them. In every stage.
+
+        Args:
+            name: what errors call it.
+        """
         if not self._syncing:
             raise EngineCallError(
-                "no_sync() inside no_sync(): no_sync context manager reentry is unsupported; enter it once"
+                f"{name} inside no_sync() or the like: no_sync context manager reentry is unsupported and cannot be "
+                "nested; enter one block"
             )
         self._syncing = False
         try:
