@@ -5,32 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-# What torch.cpu lacks of the other devices' modules; memory is not counted on the CPU.
-_ON_CPU: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(
-        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), lambda *_: 0
-    ),
-    **dict.fromkeys(("empty_cache", "reset_peak_memory_stats"), lambda *_: None),
-    "memory_stats": lambda *_: {},
-    "get_rng_state": lambda *_: torch.get_rng_state(),
-    "set_rng_state": lambda new_state, *_: torch.set_rng_state(new_state),
-    "device": contextlib.nullcontext,
-}
-_OLD_NAMES = {
-    "memory_cached": "memory_reserved",
-    "max_memory_cached": "max_memory_reserved",
-    "reset_max_memory_allocated": "reset_peak_memory_stats",
-}
-
 
 class Accelerator:
-    """The accelerator that PyTorch has found, or the CPU. Attributes that it does not have are those of the device's
-    module, such as `torch.cuda`: `memory_allocated`, `synchronize` and the like.
+    """The accelerator that PyTorch has found, or the CPU.
 
     >>> Accelerator().is_available()
     True
@@ -39,13 +20,13 @@ class Accelerator:
     def __init__(self) -> None:
         found = torch.accelerator.current_accelerator(check_available=True)
         self._kind = "cpu" if found is None else found.type
+        # torch.cuda, torch.cpu, ...: attributes that this class does not have are looked up there.
         self._torch: Any = torch.get_device_module(self._kind)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        name = _OLD_NAMES.get(name, name)
-        return _ON_CPU[name] if self._kind == "cpu" and name in _ON_CPU else getattr(self._torch, name)
+        return getattr(self._torch, name)
 
     def device_name(self, device_index: int | None = None) -> str:
         """The device's name, as `torch.device` takes it."""
@@ -58,6 +39,20 @@ class Accelerator:
     def current_device(self) -> int:
         """The index of the current device."""
         return 0 if self._kind == "cpu" else torch.accelerator.current_device_index()
+
+    def set_device(self, device_index: int) -> None:
+        """Make a device the current one."""
+        if self._kind != "cpu":
+            torch.accelerator.set_device_index(device_index)
+
+    def device_count(self) -> int:
+        """The number of devices of this host."""
+        return 1 if self._kind == "cpu" else torch.accelerator.device_count()
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait for all queued operations."""
+        if self._kind != "cpu":
+            torch.accelerator.synchronize(device_index)
 
     def is_available(self) -> bool:
         """Whether it can be used."""
@@ -99,6 +94,35 @@ class Accelerator:
         """Seed the random generators of all devices."""
         torch.manual_seed(seed)
 
+    def empty_cache(self) -> None:
+        """Release memory that is cached and not used."""
+        if self._kind != "cpu":
+            self._torch.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes that tensors occupy; 0 on the CPU, where they are not counted."""
+        return 0 if self._kind == "cpu" else int(self._torch.memory_allocated(device_index))
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The maximum of `memory_allocated` so far."""
+        return 0 if self._kind == "cpu" else int(self._torch.max_memory_allocated(device_index))
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Reset that maximum."""
+        if self._kind != "cpu":
+            self._torch.reset_peak_memory_stats(device_index)
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """The state of the random generator of a device."""
+        return torch.get_rng_state() if self._kind == "cpu" else self._torch.get_rng_state(*_given(device_index))
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Set the state of the random generator of a device."""
+        if self._kind == "cpu":
+            torch.set_rng_state(new_state)
+        else:
+            self._torch.set_rng_state(new_state, *_given(device_index))
+
     def initial_seed(self) -> int:
         """The seed of the random generator."""
         return torch.initial_seed()
@@ -106,6 +130,10 @@ class Accelerator:
     def random(self) -> Any:
         """The module of random functions."""
         return torch.random
+
+    def device(self, device_index: int | None = None) -> Any:
+        """A block in which a device is the current one."""
+        return contextlib.nullcontext() if self._kind == "cpu" else self._torch.device(device_index)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in pinned memory."""
@@ -128,6 +156,24 @@ class Accelerator:
         if self._kind == "cpu":
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         return int(self._torch.mem_get_info(*_given(device_index))[0])
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes that the allocator holds; 0 on the CPU."""
+        return 0 if self._kind == "cpu" else int(self._torch.memory_reserved(device_index))
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The maximum of `memory_reserved` so far."""
+        return 0 if self._kind == "cpu" else int(self._torch.max_memory_reserved(device_index))
+
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """Statistics of the allocator; empty on the CPU."""
+        return {} if self._kind == "cpu" else dict(self._torch.memory_stats(device_index))
+
+    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
+        """The same as `reset_peak_memory_stats`."""
+        self.reset_peak_memory_stats(device_index)
 
     def is_triton_supported(self) -> bool:
         """Whether Triton compiles for it."""
