@@ -494,3 +494,13 @@ def test_a_state_that_shares_much_is_walked_once_to_say_where_it_contains_itself
     with pytest.raises(UnsupportedValueError, match=r"\['again', 0\] contains itself"), walking(loop):
         raise RecursionError
     assert walked == 30
+
+
+def test_lists_that_a_mapping_makes_for_each_look() -> None:
+    class Making(dict[str, int]):
+        def items(self) -> Any:
+            return ((key, [torch.ones(1)] if n % 4 < 2 else [n, n]) for key, n in super().items())
+
+    flat, paths = flatten_state_dict({"made": Making({str(n): n for n in range(50)})})
+    assert set(flat) == {f"made.{n}.0" if n % 4 < 2 else f"made.{n}" for n in range(50)}
+    assert paths["made.5.0"] == ("made", "5", 0) and flat["made.7"] == [7, 7]

@@ -100,8 +100,11 @@ def _endless(
     return None
 
 
+_Walked: TypeAlias = dict[int, tuple[list[Any], bool]]  # with the list, which a mapping may have made for one look
+
+
 def _leaves(
-    path: OBJ_PATH, value: Any, simple: dict[type, bool], tensor: type, walked: dict[int, bool], entered: Containers
+    path: OBJ_PATH, value: Any, simple: dict[type, bool], tensor: type, walked: _Walked, entered: Containers
 ) -> Iterator[tuple[OBJ_PATH, Any]]:
     """The values that are not walked; `simple` remembers of which types none is, `walked` which lists are."""
     if isinstance(value, Mapping):
@@ -125,16 +128,17 @@ def _leaves(
     yield path, value
 
 
-def _is_walked(items: list[Any], tensor: type, walked: dict[int, bool]) -> bool:
+def _is_walked(items: list[Any], tensor: type, walked: _Walked) -> bool:
     known = walked.get(id(items))
     if known is None:
-        known = walked[id(items)] = any(
+        found = any(
             isinstance(item, (tensor, Mapping))
             or hasattr(type(item), "__create_chunk_list__")
             or (isinstance(item, list) and _is_walked(item, tensor, walked))
             for item in items
         )
-    return known
+        known = walked[id(items)] = items, found
+    return known[1]
 
 
 def paths_to_store(nested: Mapping[str, Any], paths: FLATTEN_MAPPING) -> FLATTEN_MAPPING:
