@@ -96,7 +96,7 @@ _steps(
     "Width 64, 24 blocks, batch 8: what the library costs when there is nobody to talk to.",
     1,
     (64, 24, 8),
-    {"torch": 0.45, "ddp": 1.2},
+    {"torch": 0.45, "ddp": 1.15},
 )
 _steps("narrow", "The same on two ranks: latency counts.", 2, (64, 24, 8), {"torch": 0.3, "ddp": 1.7})
 # 0.6, because DDP, which gathers nothing, takes 0.5 here: docs/fully-shard.md.
