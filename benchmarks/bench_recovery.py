@@ -39,7 +39,7 @@ def job_of(whose: str, folder: Path, width: int) -> list[str]:
     run = folder / "run.toml"
     run.write_text(RUN.format(script=script, folder=folder, width=width))
     if whose == "terrazzo":
-        return [sys.executable, "-m", "terrazzo.cli", "train", str(run)]
+        return [sys.executable, "-m", "terrazzo", "train", str(run)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     return [*torchrun, str(script), str(run), "torch", str(folder), str(width)]
 

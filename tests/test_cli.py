@@ -262,7 +262,7 @@ def test_errors_are_one_line_and_status_two(tmp_path: Path) -> None:
 def test_a_reader_that_has_enough_gets_no_error(path: str, options: list[str]) -> None:
     reads, writes = os.pipe()
     os.close(reads)
-    command = [sys.executable, "-m", "terrazzo.cli", "ls", path, *options]
+    command = [sys.executable, "-m", "terrazzo", "ls", path, *options]
     with os.fdopen(writes) as closed:
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=400)
     assert (done.returncode, done.stderr) == (1, "")

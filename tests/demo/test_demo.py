@@ -29,7 +29,7 @@ STEPS = 18
 def test_a_run_that_is_killed_while_saving_ends_as_one_that_was_not(tmp_path):
     folder = tmp_path / "out"
     done = subprocess.run(
-        [warm_python(), "-m", "terrazzo.cli", "demo", "--steps", str(STEPS), "--out", str(folder), "--json"],
+        [warm_python(), "-m", "terrazzo", "demo", "--steps", str(STEPS), "--out", str(folder), "--json"],
         env={**os.environ, "COLUMNS": "100"},
         capture_output=True,
         text=True,

@@ -41,7 +41,7 @@ def begun(folder: Path, world: int, more: str = "") -> subprocess.Popen[bytes]:
     (folder / "run.toml").write_text(RUN.format(steps=STEPS, world=world, more=more))
     with open(folder / "errors", "w") as errors:  # a pipe that nobody reads would hold up the run
         return subprocess.Popen(
-            [sys.executable, "-m", "terrazzo.cli", "train", str(folder / "run.toml")], stderr=errors
+            [sys.executable, "-m", "terrazzo", "train", str(folder / "run.toml")], stderr=errors
         )
 
 
@@ -106,7 +106,7 @@ def test_a_run_goes_on_without_a_host_that_is_lost(tmp_path: Path) -> None:
     text = RUN.format(steps=STEPS, world=1, more="").replace("per_host = 1", hosts)
     (folder / "run.toml").write_text(text)
     with open(errors, "w") as file:
-        environment = {**os.environ, "TERRAZZO": f"{sys.executable} -m terrazzo.cli"}
+        environment = {**os.environ, "TERRAZZO": f"{sys.executable} -m terrazzo"}
         command = [str(EXAMPLES / "two_hosts.sh"), str(folder / "run.toml")]
         run = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
     until = time.monotonic() + 120

@@ -44,7 +44,7 @@ optimizer = {{ type = "SGD", params = {{ lr = 0.1 }} }}
 
 
 def terrazzo() -> list[str]:
-    return [warm_python(), "-m", "terrazzo.cli"]
+    return [warm_python(), "-m", "terrazzo"]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ from terrazzo.checkpoint.native.names import name_of_step
 from terrazzo.checkpoint.stores import Place, is_url
 from terrazzo.cli.screen import OUT, Json, errors, print_json, shown
 from terrazzo.errors import LaunchError
-from terrazzo.launch.config import read_run
+from terrazzo.launch.config import is_run_file, read_run
 from terrazzo.launch.history import Happened, read_history
 from terrazzo.launch.live import Host, Pace, read_live
 
@@ -62,7 +62,7 @@ def top(
 
 
 def _folder(run: str) -> str:
-    is_file = not is_url(run) and Path(run).suffix in (".toml", ".json") and Path(run).is_file()
+    is_file = is_run_file(run)
     folder = str(read_run(run).checkpoints) if is_file else run
     if is_url(folder):
         raise LaunchError(f"{folder} is a URL, and where a run is now is written to folders only")

@@ -18,7 +18,7 @@ from terrazzo.checkpoint.stores.places import is_url
 from terrazzo.cli.screen import ERR, Json, errors, paused_collector, print_json, progress, said_on_stderr, say
 from terrazzo.errors import ViewError
 from terrazzo.fsdp.perfetto import perfetto as perfetto_of
-from terrazzo.launch.config import read_run
+from terrazzo.launch.config import is_run_file, read_run
 from terrazzo.layout import Layout, Replicate
 from terrazzo.view.data.checkpoint_data import checkpoint_data
 from terrazzo.view.data.diff_data import diff_data
@@ -192,12 +192,8 @@ def _difference(one: str, other: str, tolerance: float) -> _Objects:
 
 
 def _is_run(path: str) -> bool:
-    return _is_run_file(path) or bool(steps_at(path))
-
-
-def _is_run_file(path: str) -> bool:
-    return not is_url(path) and Path(path).suffix in (".toml", ".json") and Path(path).is_file()
+    return is_run_file(path) or bool(steps_at(path))
 
 
 def _run(path: str, losses: Path | None) -> dict[str, Any]:
-    return data_of_run(read_run(path), losses) if _is_run_file(path) else run_data(path, losses=losses)
+    return data_of_run(read_run(path), losses) if is_run_file(path) else run_data(path, losses=losses)

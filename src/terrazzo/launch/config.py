@@ -198,6 +198,11 @@ def _policy(keep: int | KeepConfig | None) -> KeepPolicy | None:
     return KeepAny(tuple(found.policies())) if found is not None and found.policies() else None
 
 
+def is_run_file(path: str) -> bool:
+    """Whether this is the file of a run, rather than a folder or a URL."""
+    return Path(path).suffix in (".toml", ".json") and Path(path).is_file()
+
+
 def read_run(path: str | os.PathLike[str]) -> Run:
     """Read the file of a run.
 

@@ -1,6 +1,0 @@
-"""`python -m terrazzo.cli` is the command `terrazzo`."""
-
-from terrazzo.cli import main
-
-if __name__ == "__main__":
-    main()
