@@ -40,9 +40,7 @@ def begun(folder: Path, world: int, more: str = "") -> subprocess.Popen[bytes]:
     shutil.copy(HERE / "killed.py", folder)
     (folder / "run.toml").write_text(RUN.format(steps=STEPS, world=world, more=more))
     with open(folder / "errors", "w") as errors:  # a pipe that nobody reads would hold up the run
-        return subprocess.Popen(
-            [sys.executable, "-m", "terrazzo", "train", str(folder / "run.toml")], stderr=errors
-        )
+        return subprocess.Popen([sys.executable, "-m", "terrazzo", "train", str(folder / "run.toml")], stderr=errors)
 
 
 def alive(folder: Path) -> list[tuple[int, int]]:
