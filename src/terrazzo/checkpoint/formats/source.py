@@ -167,14 +167,8 @@ class _Small:
             return self._there[name]
 
     def _read(self, number: int) -> None:
-        wanted = []
-        for name in self._names[number : number + self._together]:
-            entry = self._boxes.tensor(name)
-            target = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-            wanted.append((name, Box.whole(entry.size), target))
-        self._boxes.read(wanted)
-        self._there = {name: target for name, _, target in wanted}
-        self._following = number + len(wanted)
+        self._there = self._boxes.read_many(self._names[number : number + self._together])
+        self._following = number + len(self._there)
 
 
 def _is_small(entry: object) -> bool:

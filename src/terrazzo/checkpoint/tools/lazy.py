@@ -141,12 +141,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def read_many(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Several whole tensors, read together: if they are small, much faster than one by one."""
-        found = {}
-        for name in names:
-            entry = self._boxes.tensor(name)
-            found[name] = empty(name, entry.size, entry.properties.dtype)
-        self.read_into((name, Box.whole(target.shape), target) for name, target in found.items())
-        return found
+        return self._boxes.read_many(names)
 
     def read_into(self, wanted: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
         """Fill tensors, each with a box of the tensor of a name; they are read together, and converted if necessary."""
