@@ -29,7 +29,7 @@ setup: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing terrazzo with PyTorch and the tools of its tests into $(VENV): some minutes, the first time" >&2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(if $(TORCH),sed 's/^torch==.*/$(if $(filter newest,$(TORCH)),,torch==$(TORCH))/' constraints.txt >$(CONSTRAINTS))
+	$(if $(TORCH),sed 's/^torch==.*/$(if $(filter newest,$(TORCH)),,torch==$(TORCH))/; /^setuptools==/d' constraints.txt >$(CONSTRAINTS))
 	$(PIP) install -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import logging
 import operator
 import sys
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import terrazzo.deepspeed as deepspeed
 from engine.runs import batches, config, loss_of, make_model
-from ranks import run_fresh, run_ranks
+from ranks import fresh_values, run_ranks
 from terrazzo.deepspeed.submodules import ABSENT, SUBMODULES
 from terrazzo.errors import EngineCallError, EngineConfigError, EngineError
 
@@ -48,7 +49,31 @@ def check_attributes() -> None:
 
 
 def test_modules_are_attributes_without_being_imported():
-    run_fresh(1, check_attributes)
+    fresh_values(1, check_attributes)
+
+
+def check_without_pydantic() -> None:
+    for name in [name for name in sys.modules if name.startswith(("terrazzo.deepspeed", "pydantic"))]:
+        del sys.modules[name]
+    here = importlib.machinery.PathFinder.find_spec
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            importlib.machinery.PathFinder,
+            "find_spec",
+            lambda name, *more: None if name == "pydantic" else here(name, *more),
+        )
+        _without_pydantic()
+
+
+def _without_pydantic() -> None:
+    found = importlib.import_module("terrazzo.deepspeed")
+    assert found.initialize and not hasattr(found.runtime, "config_utils")
+    with pytest.raises(ImportError, match="need pydantic, as DeepSpeed does: install it"):
+        importlib.import_module("terrazzo.deepspeed.runtime.config_utils")
+
+
+def test_it_is_there_without_pydantic():
+    fresh_values(1, check_without_pydantic)
 
 
 def test_an_import_of_what_is_absent_says_what_there_is():

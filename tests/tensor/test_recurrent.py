@@ -119,6 +119,24 @@ def test_inputs_that_a_hook_distributes() -> None:
     run_ranks(2, converted_on_the_way_in)
 
 
+def stay_as_they_are() -> None:
+    """On a GPU, PyTorch's modules compare the addresses of their weights, to move them into one piece of memory."""
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "is_cuda", True)
+        patch.setattr(torch.backends.cudnn, "is_acceptable", lambda weight: True)
+        model = distribute_module(nn.LSTM(4, 3), mesh)
+        before = {name: p.to_local().clone() for name, p in model.named_parameters()}
+        model.flatten_parameters()
+        model._apply(lambda p: p.clone())
+        for name, p in model.named_parameters():
+            assert isinstance(p, DTensor) and torch.equal(p.to_local(), before[name])
+
+
+def test_distributed_weights_are_not_moved_for_cudnn() -> None:
+    run_ranks(2, stay_as_they_are)
+
+
 @pytest.mark.parametrize("kind", [kind for kind, _ in LAYERS] + CELLS)
 def test_modules_of_plain_tensors_are_left_alone(kind: str) -> None:
     model = getattr(nn, kind)(4, 3)

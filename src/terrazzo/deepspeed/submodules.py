@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Final
 
@@ -55,6 +56,7 @@ _IMPORTED = (
     ),
     *("runtime.lr_schedules", "runtime.precision_config", "runtime.utils", "utils.groups", "utils.zero_to_fp32"),
 )
+_OF_PYDANTIC = ("runtime.config_utils", "runtime.precision_config")
 
 _NVME = "set zero_optimization.offload_optimizer.device to nvme: threads read and write, not libaio"
 
@@ -95,7 +97,8 @@ ABSENT: Final[Mapping[str, str]] = {
 def register(package: str) -> None:
     """Make all of these modules importable below a package, and attributes of it."""
     for module in _IMPORTED:
-        importlib.import_module(f"{package}.{module}")
+        if module not in _OF_PYDANTIC or find_spec("pydantic"):  # they say so themselves, when a script asks for them
+            importlib.import_module(f"{package}.{module}")
     for place, module in SUBMODULES.items():
         found = importlib.import_module(f"{package}.{module}") if module else ModuleType(f"{package}.{place}")
         if not module:

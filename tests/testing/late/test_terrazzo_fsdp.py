@@ -584,7 +584,8 @@ def test_fully_shard_trains_on_accelerators_as_pytorchs():
 def check_engine(device):
     from terrazzo.engine import initialize
 
-    found = []
+    found, folder = [], tempfile.mkdtemp()
+    on_files = {"device": "nvme", "nvme_path": folder, "buffer_size": 700, "buffer_count": 2}
     for stage, dtype, more in (
         (3, torch.float32, {}),
         (3, torch.bfloat16, {"bf16": {"enabled": True}}),
@@ -593,6 +594,12 @@ def check_engine(device):
             3,
             torch.float32,
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+        ),
+        (2, torch.float32, {"zero_optimization": {"stage": 2, "offload_optimizer": on_files}}),
+        (
+            3,
+            torch.bfloat16,
+            {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "offload_optimizer": on_files}},
         ),
     ):
         torch.manual_seed(0)
@@ -612,6 +619,11 @@ def check_engine(device):
             engine.backward(loss)
             engine.step()
             found.append(loss.detach().cpu())
+    shutil.rmtree(folder)
+    # The state on files and in memory are the same numbers: stage 3 and 2 in float32, and stage 3 in bfloat16.
+    memory, half, _, _, files, half_on_files = torch.stack(found).split(4)
+    torch.testing.assert_close(files, memory, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(half_on_files, half)
     return {"losses": torch.stack(found), "parameters": torch.zeros(1)}
 
 

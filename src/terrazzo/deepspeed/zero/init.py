@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from terrazzo.deepspeed.zero.status import mark_as_created
@@ -56,6 +57,27 @@ class Init(ShownAsCall):
             self._before = None
         if self._hook is not None:
             self._hook.remove()
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Tensor], target_fp_dtype: torch.dtype | None, target_device: torch.device | None
+) -> Callable[..., Tensor]:
+    """A constructor of tensors on this device, which have this dtype if they are of floating point.
+
+    DeepSpeed's `Init` wraps PyTorch's constructors so, and Transformers replaces this name meanwhile, so that positions
+    keep their dtype. Here `Init` sets the default dtype, and no tensor that is made with a dtype has another one.
+
+    >>> zero_wrapper_for_fp_tensor_constructor(torch.ones, torch.float16, None)(1)
+    tensor([1.], dtype=torch.float16)
+    """
+
+    def constructor(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("device") is None:
+            kwargs["device"] = target_device
+        tensor = fn(*args, **kwargs)
+        return tensor.to(target_fp_dtype) if tensor.is_floating_point() else tensor
+
+    return constructor
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -75,16 +75,24 @@ def cell(call: Call, input: Operand, hx: Any, *weights: Any) -> Spec | None:
 
 # Their `forward` creates zeros, and no other plain tensor, when no states are passed.
 _FORWARDS = frozenset(kind.forward for kind in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell))
+_flatten: Callable[[RNNBase], None] = RNNBase.flatten_parameters
 
 
 def install() -> None:
-    """Make PyTorch's recurrent modules note when they are called without initial states.
+    """Make PyTorch's recurrent modules note when they are called without initial states, and keep DTensors as they are.
 
     `forward` itself is not replaced, because TorchScript compiles it from its source.
     """
     for kind in (RNNBase, RNNCellBase):
         if "__call__" not in vars(kind):
             kind.__call__ = _call  # type: ignore[method-assign]
+    RNNBase.flatten_parameters = _flatten_parameters  # type: ignore[method-assign]
+
+
+def _flatten_parameters(module: RNNBase) -> None:
+    """For cuDNN, PyTorch moves weights on a GPU into one piece of memory when a module is made or moved."""
+    if not any(isinstance(weight, DTensor) for weight in module._flat_weights):
+        _flatten(module)
 
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
