@@ -28,6 +28,7 @@ from terrazzo.checkpoint import CheckpointManager, load, save
 from terrazzo.checkpoint.manager import KeepEvery, KeepLast
 from terrazzo.cli import app, doctor
 from terrazzo.cli.screen import OUT, progress
+from terrazzo.launch.torchrun import GRACE, HAS_GRACE
 
 STATE = {"model": {"layers.2.w": torch.arange(12.0).reshape(3, 4), "layers.10.w": torch.ones(5).bfloat16()}, "step": 7}
 
@@ -305,7 +306,7 @@ def test_train_shows_the_line_of_torchrun(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["command"] == shlex.split(shown.stdout)
     line = shlex.split(shown.stdout)
     assert line[line.index("torchrun") + 1 :] == [
-        "--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", "--shutdown-timeout=120",
+        "--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", *([f"{GRACE}=120"] if HAS_GRACE else []),
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2", "--standalone",
         str(tmp_path / "train.py"), str(tmp_path / "run.toml"), "a b",
     ]  # fmt: skip

@@ -14,7 +14,7 @@ from terrazzo.launch import Run, read_run
 from terrazzo.launch.config import fewer_ranks
 from terrazzo.launch.entry import find
 from terrazzo.launch.network import address_towards, is_here
-from terrazzo.launch.torchrun import torchrun_arguments
+from terrazzo.launch.torchrun import GRACE, HAS_GRACE, torchrun_arguments
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -107,7 +107,7 @@ def test_mistakes_are_named(tmp_path, text, said):
 def test_one_host_needs_no_meeting_place(tmp_path):
     run = read_run(write(tmp_path, 'script = "train.py"\narguments = ["-x"]\n[ranks]\nper_host = 2\nrestarts = 1'))
     assert torchrun_arguments(run) == [
-        "--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", "--shutdown-timeout=120",
+        "--nnodes=1", "--nproc-per-node=2", "--max-restarts=1", *([f"{GRACE}=120"] if HAS_GRACE else []),
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2", "--standalone",
         str(tmp_path / "train.py"), str(tmp_path / "run.toml"), "-x",
     ]  # fmt: skip

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.run import determine_local_world_size, parse_args
+from torch.distributed.run import determine_local_world_size, get_args_parser, parse_args
 from torch.distributed.run import run as run_torchrun
 
 from terrazzo._torch.launching import started_by
@@ -33,6 +33,9 @@ ENVIRONMENT: Final = {
 
 # The signals that torchrun passes on to its ranks: its default, and those that Slurm and submitit can be set to send.
 _SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2"
+# How long ranks may save when they are told to end; PyTorch 2.11 has no option for it.
+GRACE: Final = "--shutdown-timeout"
+HAS_GRACE: Final = GRACE in get_args_parser().format_help()
 # Seconds to wait for a cluster to make the first host's name known.
 _PATIENCE: Final = 300.0
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
@@ -63,7 +66,7 @@ def torchrun_arguments(run: Run, environment: Mapping[str, str] | None = None) -
         f"--nnodes={hosts}",
         f"--nproc-per-node={per_host or 'auto'}",
         f"--max-restarts={ranks.restarts}",
-        f"--shutdown-timeout={ranks.grace}",
+        *([f"{GRACE}={ranks.grace}"] if HAS_GRACE else []),
         f"--signals-to-handle={_SIGNALS}",
     ]
     if cluster is not None and hosts != "1":
@@ -123,6 +126,8 @@ def start(
     that; `tell` gets how long the recovery took, on the host of the first rank, and `say` what else there is to know.
     """
     ranks = run.config.ranks
+    if not HAS_GRACE:
+        PContext.close.__defaults__ = (None, ranks.grace)  # it is called without
     spare = ranks.spare and (ranks.restarts > 0 or ranks.min_per_host is not None)
     with HostRanks(tell, say, spare=spare, stuck_after=ranks.stuck_after, folder=run.checkpoints) as here:
         while True:
