@@ -231,6 +231,7 @@ PYTHONS = {"_forkserver_alive_fd", "_forkserver_address", "_replace"}
 
 PATCHES_ELSEWHERE = {
     "tensor/experimental/context_parallel.py": "replaces attention within a block, as PyTorch's does",
+    "tensor/ops/recurrent.py": "PyTorch's modules look at the addresses of weights, which a DTensor has not",
 }
 
 

@@ -55,3 +55,25 @@ def test_a_name_that_a_package_has_is_found_there():
     }.items():
         with pytest.raises(AttributeError, match=re.escape(f"has no attribute {name!r}; {hint}")):
             getattr(terrazzo, name)
+
+
+IMPORTS_ALL = """
+import importlib, sys
+import torch
+
+def asks(*_):
+    raise AssertionError("torch has asked CUDA for its devices: this process cannot fork ranks that use them")
+
+torch.cuda.is_available = torch.cuda.device_count = asks
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+
+
+def test_imports_ask_for_no_device():
+    """`terrazzo train` forks the ranks that it starts again from a process that has imported what they need."""
+    source = str(Path(__file__).parents[1] / "src")
+    environment = {**os.environ, "PYTHONPATH": source}
+    command = [sys.executable, "-c", IMPORTS_ALL, *sorted(PUBLIC)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr

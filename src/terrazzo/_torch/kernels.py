@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ _create: Any = private(
 def elementwise(text: str, *numbers: str) -> Callable[..., torch.Tensor] | None:
     """The kernel of a C++ function template; `numbers` are the parameters that are numbers. None where torch has none.
 
-    Each call takes tensors, and these numbers by name.
+    Each call takes tensors, and these numbers by name. The first one makes the kernel: torch asks CUDA for its devices
+    then, and a process that has asked cannot fork others that use them.
     """
-    return None if _create is None else _create(text, **dict.fromkeys(numbers, 0))
+    if _create is None:
+        return None
+    made = cache(lambda: _create(text, **dict.fromkeys(numbers, 0)))
+    return lambda *tensors, **values: made()(*tensors, **values)

@@ -1,4 +1,4 @@
-"""How torchrun's agent starts the process of a rank, which `terrazzo train` replaces while it runs."""
+"""How torchrun's agent starts and ends the processes of ranks, which `terrazzo train` changes while it runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import IO, Any, Protocol
+
+from torch.distributed.elastic.multiprocessing import PContext
 
 from terrazzo._torch.declared import private, replace
 
@@ -58,6 +60,11 @@ def started_by(start: Starting) -> Iterator[None]:
         yield
     finally:
         replace(_POPEN, own)
+
+
+def wait_for_ranks(seconds: int) -> None:
+    """Where torchrun has no option for it: how long its agent waits for ranks that are told to end."""
+    PContext.close.__defaults__ = (None, seconds)
 
 
 def fork_is_usable() -> bool:

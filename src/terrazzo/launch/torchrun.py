@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import determine_local_world_size, get_args_parser, parse_args
 from torch.distributed.run import run as run_torchrun
 
-from terrazzo._torch.launching import started_by
+from terrazzo._torch.launching import started_by, wait_for_ranks
 from terrazzo.errors import LaunchError, RunConfigError
 from terrazzo.launch.cluster import cluster_of
 from terrazzo.launch.config import Run, fewer_ranks, with_ranks
@@ -127,7 +127,7 @@ def start(
     """
     ranks = run.config.ranks
     if not HAS_GRACE:
-        PContext.close.__defaults__ = (None, ranks.grace)  # it is called without
+        wait_for_ranks(ranks.grace)
     spare = ranks.spare and (ranks.restarts > 0 or ranks.min_per_host is not None)
     with HostRanks(tell, say, spare=spare, stuck_after=ranks.stuck_after, folder=run.checkpoints) as here:
         while True:

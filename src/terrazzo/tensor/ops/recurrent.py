@@ -91,7 +91,7 @@ def install() -> None:
 
 def _flatten_parameters(module: RNNBase) -> None:
     """For cuDNN, PyTorch moves weights on a GPU into one piece of memory when a module is made or moved."""
-    if not any(isinstance(weight, DTensor) for weight in module._flat_weights):
+    if not any(isinstance(weight, DTensor) for weight in module.parameters()):
         _flatten(module)
 
 

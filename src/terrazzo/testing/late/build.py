@@ -21,7 +21,6 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-from torch.utils import cpp_extension
 
 from terrazzo.errors import DeviceBuildError
 
@@ -100,6 +99,8 @@ def _digest(compiler: str) -> str:
 
 def _compile(compiler: str, library: Path) -> None:
     """Compile the sources side by side, and put the library into place when it is whole."""
+    from torch.utils import cpp_extension  # which asks CUDA for its devices: then this process cannot fork their users
+
     include = [f"-isystem{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
