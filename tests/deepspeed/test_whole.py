@@ -172,3 +172,32 @@ def check_no_sync_in_stages() -> None:
 
 def test_what_is_accumulated_without_a_reduction_can_be_read():
     run_ranks(2, check_no_sync_in_stages)
+
+
+def check_sixteen_bits(stage: int, dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 1, bias=False, dtype=dtype)
+    nn.init.ones_(model.weight)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 2.0**-14}},
+    }
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    for _ in range(4):  # each of these steps is less than half the distance to the next number of 16 bits
+        out = engine(torch.ones(1, 4, dtype=dtype))
+        assert out.dtype == dtype
+        engine.backward(out.sum())
+        engine.step()
+    weight = deepspeed.utils.safe_get_full_fp32_param(engine.module.weight)
+    assert torch.equal(weight, torch.full((1, 4), 1 - 2.0**-12))
+
+
+def check_sixteen_bits_in_all() -> None:
+    for stage in (1, 2, 3):
+        for dtype in (torch.bfloat16, torch.float16):
+            check_sixteen_bits(stage, dtype)
+
+
+def test_a_model_that_comes_in_16_bits_is_trained_in_float32():
+    run_ranks(2, check_sixteen_bits_in_all)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
@@ -21,7 +22,7 @@ from terrazzo.deepspeed.pipe.engine import PipelineEngine
 from terrazzo.deepspeed.pipe.module import PipelineModule
 from terrazzo.deepspeed.utils import groups
 from terrazzo.engine import initialize as make_engine
-from terrazzo.engine.config import as_mapping
+from terrazzo.engine.config import as_mapping, read_config
 from terrazzo.engine.lr import SchedulerLike
 from terrazzo.engine.optim import OptimizerLike, Parameters
 from terrazzo.engine.translate import without_unknown
@@ -101,6 +102,8 @@ def initialize(
         given.pop("scheduler", None)
     if optimizer is NoOptimizer and lr_scheduler is None:
         given.pop("scheduler", None)
+    if optimizer is not NoOptimizer:
+        _keep_in_float32(model, given)
     if isinstance(model, PipelineModule):
         core = make_engine(
             model.as_stage(given),
@@ -118,6 +121,19 @@ def initialize(
     for size in dict.fromkeys(module.ep_size for module in model.modules() if isinstance(module, MoE)):
         groups._create_expert_and_data_parallel(size, data=core.ranks.data_mesh)
     return results_of(DeepSpeedEngine(core, given, training_data, collate_fn))
+
+
+def _keep_in_float32(model: nn.Module, given: dict[str, Any]) -> None:
+    """Let a model in 16 bits compute so, and be trained in float32: DeepSpeed's ZeRO does it without being told."""
+    config = read_config(given)[0]
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    told = config.bf16.enabled or config.fp16.enabled or config.torch_autocast.enabled
+    if told or config.zero_optimization.stage == 0:
+        return
+    if dtypes == {torch.bfloat16}:
+        given["bf16"] = {"enabled": True, "check_grad_overflow": False}
+    elif dtypes == {torch.float16}:
+        given["fp16"] = {"enabled": True, "loss_scale": 1.0}
 
 
 def _only_config(args: Any, config: Any, config_params: Any) -> Any:

@@ -28,7 +28,7 @@ class Init(ShownAsCall):
 
     Args:
         module: A model that exists already: its parameters get the attributes, too.
-        dtype: The dtype of new parameters; they are trained in float32 in any case.
+        dtype: The dtype of new parameters; in stages 1 to 3 they are trained in float32 in any case.
         enabled: If False, nothing happens.
         options: DeepSpeed's other arguments, for where and how it keeps shards; they have no effect.
     """
