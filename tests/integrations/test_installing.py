@@ -134,6 +134,13 @@ def test_everything_public_is_replaced_or_listed():
                     continue
                 ours = getattr(getattr(module, public), "__module__", "").startswith("terrazzo")
                 assert public in (done.replaced if ours else done.kept)[full]
+        for listed, ours in ((done.replaced, True), (done.kept, False), (done.translated, False)):
+            for full, names in listed.items():
+                values = {name: getattr(sys.modules[full], name) for name in names}
+                wrong = [
+                    n for n, v in values.items() if getattr(v, "__module__", "").startswith("terrazzo") is not ours
+                ]
+                assert not wrong, f"{full} is listed wrongly: {wrong}"
         assert torch.distributed.tensor.DTensor is terrazzo.tensor.DTensor
         assert torch.distributed.checkpoint.save is terrazzo.checkpoint.save
         assert "FullyShardedDataParallel" in done.kept["torch.distributed.fsdp"]

@@ -160,29 +160,26 @@ def install() -> Installed:
         if _installed is not None:
             return _installed
         before: list[Replacement] = []
-        replaced: dict[str, tuple[str, ...]] = {}
-        kept: dict[str, tuple[str, ...]] = {}
         pairs = [(theirs, ours) for theirs, ours in map(_both, MODULES.items()) if theirs is not None]
+        public = {theirs: _public(theirs) for theirs, _ in pairs}
         for theirs, ours in pairs:
-            names = _public(theirs)
             private = [name for name in _PRIVATE_NAMES if hasattr(theirs, name) and hasattr(ours, name)]
-            before += [Replacement(theirs, name, getattr(theirs, name), getattr(ours, name)) for name in private]
-            found = [name for name in names if ours is not None and _is_ours(getattr(ours, name, None))]
-            before += [Replacement(theirs, name, getattr(theirs, name), getattr(ours, name)) for name in found]
-            if found:
-                replaced[theirs.__name__] = tuple(found)
-            kept[theirs.__name__] = tuple(name for name in names if name not in found)
-        helpers = _helpers([theirs for theirs, _ in pairs], before)
+            found = [name for name in public[theirs] if ours is not None and _is_ours(getattr(ours, name, None))]
+            before += [Replacement(theirs, n, getattr(theirs, n), getattr(ours, n)) for n in private + found]
+        helpers = _helpers(list(public), before)
         _warn_of_holders(before + helpers)
         replace([*before, *helpers, Replacement(torch, "compile", torch.compile, compiling(torch.compile))])
-        translated: dict[str, list[str]] = {}
-        for entry in helpers:
-            translated.setdefault(entry.home.__name__, []).append(entry.name)
-        _installed = Installed(
-            replaced,
-            {name: names for name, names in kept.items() if names},
-            {name: tuple(names) for name, names in translated.items()},
-        )
+        replaced: dict[str, tuple[str, ...]] = {}
+        translated: dict[str, tuple[str, ...]] = {}
+        ours_now = {id(entry.new) for entry in before}
+        for entry in before + helpers:
+            if isinstance(entry.home, types.ModuleType):
+                names = replaced if id(entry.new) in ours_now else translated
+                names[entry.home.__name__] = (*names.get(entry.home.__name__, ()), entry.name)
+        kept = {
+            t.__name__: tuple(n for n in names if n not in replaced.get(t.__name__, ())) for t, names in public.items()
+        }
+        _installed = Installed(replaced, {name: names for name, names in kept.items() if names}, translated)
         return _installed
 
 
