@@ -64,6 +64,43 @@ def test_the_state_dict_is_the_models_in_float32(tmp_path: Path, stage: int) -> 
     assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
 
 
+def check_load_into_an_engine(folder: str) -> None:
+    for stage in (0, 2, 3):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        }
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+        def train(engine: deepspeed.DeepSpeedEngine = engine) -> None:
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+
+        def now(engine: deepspeed.DeepSpeedEngine = engine) -> dict[str, Tensor]:
+            parameters = engine.module.named_parameters()
+            return {name: deepspeed.utils.safe_get_full_fp32_param(p).cpu() for name, p in parameters}
+
+        train()
+        engine.save_checkpoint(f"{folder}/{stage}")
+        saved = now()
+        train()
+        if stage == 3:
+            with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+                loaded = zero_to_fp32.load_state_dict_from_zero_checkpoint(engine.module, f"{folder}/{stage}")
+                assert all(torch.equal(value, saved[name]) for name, value in loaded.state_dict().items())
+            assert not torch.equal(now()["0.weight"], saved["0.weight"])
+        assert zero_to_fp32.load_state_dict_from_zero_checkpoint(engine.module, f"{folder}/{stage}") is engine.module
+        assert all(torch.equal(value, saved[name]) for name, value in now().items())
+        train()
+
+
+def test_weights_are_loaded_into_the_model_of_an_engine(tmp_path: Path) -> None:
+    run_ranks(2, check_load_into_an_engine, str(tmp_path))
+
+
 def test_files_for_other_programs(tmp_path: Path) -> None:
     run_ranks(2, trained, str(tmp_path / "run"), 2)
     whole = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "run")

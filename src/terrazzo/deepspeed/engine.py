@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from terrazzo.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, make_loader
-from terrazzo.deepspeed.engines import forget, remember, show_between_steps, shows_whole
+from terrazzo.deepspeed.engines import forget, load_whole, remember, show_between_steps, shows_whole
 from terrazzo.deepspeed.offloading import check_reloaded, offload_states, reload_states
 from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer, NoOptimizer, view_of
 from terrazzo.deepspeed.settings import SETTINGS, setting
@@ -300,10 +299,7 @@ class DeepSpeedEngine(nn.Module):
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
         """Load the model from a checkpoint's `module`, or from a state dict."""
-        state = checkpoint.get("module", checkpoint)
-        self.core.reshard()
-        set_model_state_dict(self.module, dict(state), options=StateDictOptions(strict=strict, full_state_dict=True))
-        self.core.show()
+        load_whole(self.core, checkpoint.get("module", checkpoint), strict)
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
+from terrazzo.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from terrazzo.engine import Engine
 from terrazzo.engine.reports import CommsReport
 from terrazzo.errors import EngineCallError
@@ -28,7 +30,7 @@ def forget(engine: Engine) -> None:
 
 def check_new(model: nn.Module) -> None:
     """Raise if an engine trains a model, because a second one cannot."""
-    if any(engine.module is model for engine in _engines):
+    if engine_that_trains(model) is not None:
         raise EngineCallError(
             f"deepspeed.initialize was called twice with the same {type(model).__name__}: go on with its engine, which "
             "load_checkpoint changes, too, or pass a model of its own"
@@ -74,6 +76,18 @@ def show_again(written: Iterable[Tensor]) -> None:
     for engine in dict.fromkeys(engine for engine in found if engine is not None and shows_whole(engine)):
         engine.reshard()
         engine.show()
+
+
+def load_whole(engine: Engine, state: Mapping[str, Any], strict: bool) -> None:
+    """Load whole tensors into an engine's model; called on all ranks."""
+    engine.reshard()
+    set_model_state_dict(engine.module, dict(state), options=StateDictOptions(strict=strict, full_state_dict=True))
+    engine.show()
+
+
+def engine_that_trains(model: nn.Module) -> Engine | None:
+    """The engine of a model."""
+    return next((engine for engine in _engines if engine.module is model), None)
 
 
 def shows_whole(engine: Engine) -> bool:

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.formats.huggingface.layout import About, FileLayout, lay_out
 from terrazzo.checkpoint.tools.lazy import LazyTensor
+from terrazzo.deepspeed.engines import engine_that_trains, load_whole
+from terrazzo.deepspeed.zero.gathered import is_gathered
 from terrazzo.engine.saving import find_checkpoint
 from terrazzo.errors import CheckpointNotFoundError, UnsupportedValueError
 
@@ -130,9 +132,18 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """The model, on the CPU, with the weights of a checkpoint; not for a model that an engine trains."""
+    """The model, on the CPU, with the weights of a checkpoint.
+
+    A model that an engine trains stays where it is, and sharded, and the engine goes on from these weights; all ranks
+    call this. Inside `zero.GatheredParameters` the weights are lost at the end of the block, unless it keeps them.
+    """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    model = model.cpu()
+    engine = engine_that_trains(model)
+    if engine is None:
+        model = model.cpu()
+    elif not any(is_gathered(parameter) for parameter in model.parameters()):
+        load_whole(engine, state, strict=False)
+        return model
     model.load_state_dict(state, strict=False)
     return model
 

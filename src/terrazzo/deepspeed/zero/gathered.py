@@ -99,6 +99,11 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
     yield getattr(model, "module", model)
 
 
+def is_gathered(parameter: Tensor) -> bool:
+    """Whether a parameter is inside `GatheredParameters`."""
+    return type(parameter) is _Gathered
+
+
 def holders(parameter: Tensor) -> DeviceMesh | None:
     """The ranks that hold a parameter; None: all."""
     if isinstance(parameter, DTensor):
