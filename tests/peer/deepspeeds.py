@@ -1,6 +1,7 @@
 """Runs DeepSpeed's own tests on terrazzo.deepspeed, and says which of those that pass on DeepSpeed fail.
 
     python tests/peer/deepspeeds.py SOURCE [FILE ...] [--results build/peer] [--keep deepspeed|all] [--limit 900]
+        [--select EXPRESSION]
 
 SOURCE is an unpacked source tree of DeepSpeed (of 0.19.6, for instance); of it
 `tests` is needed. Each FILE, a path or the beginning of one below `tests/unit`, runs once on the installed DeepSpeed
@@ -15,6 +16,7 @@ process that runs the file, and end with the first one that fails.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import multiprocessing
@@ -24,6 +26,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -156,6 +159,15 @@ def forked(execution: Any, num_procs: int, init_method: str) -> None:
         raise Skipped(said[0][1])
 
 
+def agreed(flag: bool, op: Callable[[list[bool]], bool] = all) -> bool:
+    """`reduce_boolean_flags`: the same among all ranks; theirs makes tensors on device 0, which a CPU has not."""
+    import torch.distributed as dist
+
+    flags = [flag] * dist.get_world_size()
+    dist.all_gather_object(flags, flag)
+    return op(flags)
+
+
 class _Keeps:
     """Writes the outcomes while the tests run."""
 
@@ -182,9 +194,10 @@ class _Keeps:
         self._path.write_text(json.dumps(self.outcomes, indent=1))
 
 
-def run(source: Path, file: str, peer: str, path: Path) -> None:
+def run(source: Path, file: str, peer: str, path: Path, select: str) -> None:
     """Run a file of `tests/unit` in this process, which it changes, and write its outcomes."""
     import pytest
+    import torch
 
     begin(path)
     os.chdir(source / "tests")
@@ -199,8 +212,12 @@ def run(source: Path, file: str, peer: str, path: Path) -> None:
     common: Any = importlib.import_module("unit.common")
     common.DistributedExec._launch_procs = forked
     common.set_accelerator_visible = lambda: None
+    common.reduce_boolean_flags = agreed
+    ddp: Any = torch.nn.parallel.DistributedDataParallel
+    create = ddp.__init__
+    ddp.__init__ = lambda self, module, device_ids=None, output_device=None, **more: create(self, module, **more)
     common.time = type("Time", (), {"sleep": staticmethod(lambda _: None), "time": staticmethod(time.time)})
-    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--rootdir", ".", f"unit/{file}"]
+    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly", "-k", select, "--rootdir", ".", f"unit/{file}"]
     pytest.main(arguments, plugins=[_Keeps(path.with_suffix(".part"))])
     sys.stdout.flush()
     os._exit(0)
@@ -223,6 +240,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("build/peer"))
     parser.add_argument("--keep", choices=("deepspeed", "terrazzo", "all"), help="whose outcomes are not made again")
     parser.add_argument("--only", choices=("deepspeed", "terrazzo"), help="run this library alone; no comparison")
+    parser.add_argument("--select", default="", help="which tests of the files, as pytest's -k")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that a file may take")
     options = parser.parse_args()
     os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -245,10 +263,11 @@ def main() -> None:
     explained = set(re.findall(r"^\| `([^`]+\.py::[^`]+)`", PAGE.read_text() if PAGE.exists() else "", re.MULTILINE))
     worse, mended, totals = [], [], [0, 0]
     print("| file | DeepSpeed: passed/failed/skipped | terrazzo | pass on DeepSpeed alone |\n|---|---|---|---|")
+    one = functools.partial(run, select=options.select)
     for file in files:
         theirs, ours = (
             {} if options.only not in (None, peer)
-            else outcomes_of(run, source, file, peer, results, options.limit, options.keep in (peer, "all"))
+            else outcomes_of(one, source, file, peer, results, options.limit, options.keep in (peer, "all"))
             for peer in ("deepspeed", "terrazzo")
         )  # fmt: skip
         passing = {test.removeprefix("unit/") for test, outcome in theirs.items() if outcome[0] == "passed"}
