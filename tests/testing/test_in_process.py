@@ -7,6 +7,7 @@ import copy
 import io
 import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -145,6 +146,12 @@ def test_collectives_of_torch(world: Any) -> None:
         assert torch.ops._c10d_functional.wait_tensor(native).tolist() == [4.0] * 2
 
     world.run(check)
+
+
+def test_an_error_of_this_process_is_shown_without_a_rank() -> None:
+    before = sys.excepthook
+    with all_ranks(2):
+        assert sys.excepthook is before
 
 
 def test_each_rank_has_what_a_process_has_once(world: Any) -> None:

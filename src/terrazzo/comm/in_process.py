@@ -174,7 +174,9 @@ class ThreadRanks:
         self._closed = False
         self.era = 0  # the number of calls that failed: what was begun in an earlier one is never met
         self.ranks = [Rank(self, number) for number in range(size)]
+        hook = sys.excepthook
         self.run([self._join] * size)
+        sys.excepthook = hook  # each rank has put its number before the errors of this process
 
     def _join(self) -> None:
         rank = rank_here().number
