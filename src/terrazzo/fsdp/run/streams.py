@@ -20,7 +20,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._index = torch.get_device_module(device.type), device.index
-        # High priority, so that communication does not wait for computation.
+        # High priority: what waits for room on the device beside computation begins first.
         self._beside: dict[Stream, Any] = {
             stream: self._device.Stream(device, priority=-1) for stream in Stream if stream is not Stream.COMPUTE
         }
