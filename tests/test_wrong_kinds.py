@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +19,8 @@ from terrazzo.checkpoint import Checkpoint, CheckpointManager, load, save
 from terrazzo.engine import initialize
 from terrazzo.errors import (
     CheckpointException,
+    CheckpointIOError,
+    CheckpointManagerError,
     CheckpointMismatchError,
     CheckpointNameError,
     CheckpointNotFoundError,
@@ -24,7 +31,9 @@ from terrazzo.errors import (
     UnsupportedValueError,
 )
 from terrazzo.fsdp import fully_shard
+from terrazzo.integrations.huggingface import load_model
 from terrazzo.tensor import DTensor, Shard, distribute_module, distribute_tensor, init_device_mesh, rand, zeros
+from terrazzo.tensor.parallel import ColwiseParallel, parallelize_module
 from terrazzo.testing import all_ranks
 
 
@@ -54,10 +63,23 @@ def check_meshes_and_placements() -> None:
         fully_shard(torch.nn.Linear(2, 2), mesh=mesh, **options)  # type: ignore[call-overload]
     for device, shape, said in (
         ("gpu", (1,), "there is no type of devices 'gpu': write 'cpu'"),
+        ("cuda:0", (1,), "there is no type of devices 'cuda:0': write 'cpu'"),
         ("cpu", 1, r"a mesh's shape is a tuple of how many ranks each dim has, as \(4,\) or \(2, 4\), not 1"),
     ):
         with pytest.raises(CommError, match=said):
             init_device_mesh(device, shape)  # type: ignore[arg-type]
+    for names in (("dp", "tp"), ()):
+        with pytest.raises(CommError, match="a name of its own for each of the 1 dims of a mesh of shape"):
+            init_device_mesh("cpu", (1,), mesh_dim_names=names)
+    with pytest.raises(CommError, match=r"for each of the 2 dims .*, not \('dp', 'dp'\)"):
+        init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "dp"))
+    with pytest.raises(IndexError, match=r"expected to be in range of \[-1, 0\], but got 3"):
+        distribute_tensor(x, mesh, [Shard(0)]).sum(3)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with pytest.warns(match="'7' matches no submodule of Sequential, which has 0, 1"):
+        parallelize_module(model, mesh, {"7": ColwiseParallel()})
+    with pytest.warns(match="'0.wieght' matches no submodule of 0, which has none"):
+        parallelize_module(model, mesh, {"0.wieght": ColwiseParallel()})
     for call in (
         lambda: distribute_tensor(x, mesh, Shard(0)),
         lambda: distribute_tensor(x, mesh, [Shard(0)]).redistribute(mesh, Shard(0)),
@@ -135,3 +157,91 @@ def test_states_and_names(tmp_path: Path) -> None:
     assert checkpoint.get("absent", 5) == 5
     with pytest.raises(CheckpointMismatchError, match=r"modle\.w: not in .*did you mean model\.w\?"):
         load({"modle.w": torch.ones(2)}, checkpoint_id=tmp_path / "a", no_dist=True)
+
+
+@contextmanager
+def without_rights(folder: Path, mode: int) -> Iterator[str]:
+    """A context manager inside which this process is an ordinary user, and `folder` has the mode; gives its owner."""
+    before, was_root = folder.stat().st_mode, os.geteuid() == 0
+    folder.chmod(mode)
+    if was_root:
+        os.seteuid(65534)
+    try:
+        yield "root" if was_root else ".*"
+    finally:
+        if was_root:
+            os.seteuid(0)
+        folder.chmod(before)
+
+
+def test_what_the_system_refuses() -> None:
+    """The error says who may not do what, where, and what to do."""
+    state = {"w": torch.ones(2)}
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:  # every user may look into /tmp, not into pytest's folders
+        folder = Path(made)
+        folder.chmod(0o755)
+        save(state, checkpoint_id=folder / "run/one")
+        load(state, checkpoint_id=folder / "run/one")
+        Checkpoint(folder / "run/one")["w"][:]
+        whom = r"user .* may not {} {}, which belongs to {} \({}\); (use another place, or ask the owner|chmod u\+)"
+        with without_rights(folder / "run", 0o555) as owner:
+            said = whom.format("write in", folder / "run", owner, "dr-xr-xr-x")
+            with pytest.raises(CheckpointException, match=f"rank 0: PermissionError: .*: {said}"):
+                save(state, checkpoint_id=folder / "run/two/three")
+        with without_rights(folder / "run", 0) as owner:
+            said = whom.format("look into", folder / "run", owner, "d---------")
+            for call in (
+                lambda: load(state, checkpoint_id=folder / "run/one"),
+                lambda: Checkpoint(folder / "run/one"),
+                lambda: load_model(torch.nn.Linear(2, 2), folder / "run/one"),
+            ):
+                with pytest.raises(CheckpointIOError, match=said):
+                    call()
+        manifest = folder / "run/one/manifest.terrazzo"
+        with (
+            without_rights(manifest, 0) as owner,
+            pytest.raises(CheckpointIOError, match=whom.format("read", manifest, owner, "----------")),
+        ):
+            Checkpoint(folder / "run/one")
+
+
+def test_wrong_folders(tmp_path: Path) -> None:
+    save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "runs/one")
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(CheckpointManagerError, match="file is a file, and the checkpoints of a run are in a folder"):
+        CheckpointManager(file)
+    with CheckpointManager(tmp_path / "runs") as manager, pytest.raises(CheckpointNotFoundError) as raised:
+        manager.restore("latest", {})
+    assert f"it has none; but there is one at {tmp_path / 'runs/one'}" in str(raised.value)
+    with pytest.raises(EngineConfigError, match="Is a directory$"):  # and not: did you mean the same name
+        initialize(torch.nn.Linear(2, 2), config=tmp_path / "runs")
+
+
+def check_wrong_folder_of_a_run(folder: Path) -> None:
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = initialize(torch.nn.Linear(2, 2), config=config)
+    save({"w": torch.ones(2)}, checkpoint_id=folder / "runs/one")
+    (folder / "file").write_text("")
+    with pytest.raises(CheckpointManagerError, match="file is a file, and the checkpoints of a run are in a folder"):
+        engine.load_checkpoint(folder / "file")
+    with all_warnings() as said:
+        assert engine.load_checkpoint(folder / "runs") == (None, {})
+    assert f"; but there is one at {folder / 'runs/one'}" in said[0]
+
+
+@contextmanager
+def all_warnings() -> Iterator[list[str]]:
+    """A context manager that collects what terrazzo logs."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("terrazzo").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("terrazzo").removeHandler(handler)
+
+
+def test_wrong_folder_of_a_run(tmp_path: Path) -> None:
+    run_ranks(1, check_wrong_folder_of_a_run, tmp_path)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Callable, Collection, Iterable
 from difflib import SequenceMatcher, get_close_matches
 from inspect import signature
+from pathlib import Path
 from signal import Signals
 from typing import Any, Final
 
@@ -39,11 +42,52 @@ def _differs_little(name: str, other: str) -> bool:
 
 
 def meant_beside(path: str | os.PathLike[str]) -> str:
-    """The end of a message about a path of this machine that does not exist: which name in its folder it may be."""
+    """The end of a message about a path of this machine: if it does not exist, which name in its folder it may be."""
+    if os.path.lexists(path):
+        return ""
     try:
         return meant(os.path.basename(path), os.listdir(os.path.dirname(path) or "."))
     except OSError:
         return ""
+
+
+def refused(error: BaseException) -> str:
+    """The end of a message about an error of the system that has refused something: who may not do what, and where."""
+    if not isinstance(error, OSError) or not isinstance(error.filename, str | bytes):
+        return ""
+    path = Path(os.path.abspath(os.fsdecode(error.filename)))
+    closed = [folder for folder in reversed(path.parents) if not _allows(folder, os.X_OK)]
+    there = closed[0] if closed else path if os.path.lexists(path) else path.parent
+    if error.errno == errno.EROFS:
+        return f": the file system of {there} is mounted read-only; use another place"
+    if error.errno not in (errno.EACCES, errno.EPERM) or not os.path.lexists(there):
+        return ""
+    is_folder = there.is_dir()
+    if closed:
+        verb, right = "look into", "x"
+    elif not _allows(there, os.R_OK):
+        verb, right = "list" if is_folder else "read", "r"
+    elif not _allows(there, os.W_OK):
+        verb, right = "write in" if is_folder else "write", "w"
+    else:
+        return ""
+    found = there.stat()
+    user, owner = _user(os.geteuid()), _user(found.st_uid)
+    end = f"chmod u+{right} allows it" if user == owner else "use another place, or ask the owner"
+    return f": user {user} may not {verb} {there}, which belongs to {owner} ({stat.filemode(found.st_mode)}); {end}"
+
+
+def _allows(path: Path, right: int) -> bool:
+    return os.access(path, right, effective_ids=True)
+
+
+def _user(number: int) -> str:
+    import pwd  # late: for messages only
+
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
 
 
 def taken(function: Callable[..., Any]) -> str:

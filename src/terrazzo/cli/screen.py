@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
+from terrazzo._meant import refused
 from terrazzo.errors import TerrazzoError
 
 OUT = Console()
@@ -78,7 +79,7 @@ def errors() -> Iterator[None]:
     except BrokenPipeError:
         raise  # typer ends the command, and says nothing: the reader of its output, as `head`, has had enough
     except (TerrazzoError, OSError) as error:
-        say(f"error: {error}", on=ERR, style="red")
+        say(f"error: {error}{'' if isinstance(error, TerrazzoError) else refused(error)}", on=ERR, style="red")
         raise typer.Exit(2) from error
 
 

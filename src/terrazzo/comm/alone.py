@@ -69,8 +69,14 @@ def init_device_mesh(
         raise CommError(
             f"a mesh's shape is a tuple of how many ranks each dim has, as (4,) or (2, 4), not {mesh_shape!r}"
         )
+    named = mesh_dim_names or ()
+    if mesh_dim_names is not None and len(named) != len(mesh_shape) or len(set(named)) != len(named):
+        raise CommError(
+            f"mesh_dim_names has a name of its own for each of the {len(mesh_shape)} dims of a mesh of shape "
+            f"{tuple(mesh_shape)}, not {mesh_dim_names!r}"
+        )
     try:
-        torch.device(device_type)
+        torch.device(device_type, 0)  # raises also if the type has an index
     except (RuntimeError, TypeError) as error:
         found = accelerator()
         there = "'cpu', or the type of an accelerator as 'cuda'" if found is None else f"'cpu' or {found.type!r}"

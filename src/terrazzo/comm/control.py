@@ -19,6 +19,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from terrazzo._meant import refused
 from terrazzo._torch.groups import device_types, time_limit
 from terrazzo.comm.link import Link
 from terrazzo.comm.memory_group import MemoryLink, is_in_process
@@ -186,7 +187,7 @@ class ControlPlane(ShownAsCall):
 
 
 def _failure_of(error: BaseException, rank: int) -> RankFailure:
-    message = str(error)
+    message = f"{error}{refused(error)}"
     if len(message) > _LONGEST_MESSAGE:
         message = message[:_LONGEST_MESSAGE] + " ..."
     return RankFailure(rank, type(error).__qualname__, message)

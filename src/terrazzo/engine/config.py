@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from terrazzo._meant import meant_beside
+from terrazzo._meant import meant_beside, refused
 from terrazzo.engine.checked import convert
 from terrazzo.engine.deepspeed_keys import KEYS
 from terrazzo.engine.translate import Ignored, translate
@@ -340,9 +340,8 @@ def as_mapping(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, 
     try:
         text = path if is_json else Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise EngineConfigError(
-            f"config: {path!r} is neither JSON nor a readable file: {error.strerror}{meant_beside(path)}"
-        ) from error
+        why = f"{error.strerror}{refused(error)}{meant_beside(path)}"
+        raise EngineConfigError(f"config: {path!r} is neither JSON nor a readable file: {why}") from error
     except ValueError as error:
         raise EngineConfigError(f"config: not valid JSON{where}: {error}") from error
     try:

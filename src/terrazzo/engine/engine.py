@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from terrazzo.checkpoint import CheckpointManager
+from terrazzo.checkpoint.formats.registry import nested
 from terrazzo.checkpoint.manager import Which
+from terrazzo.checkpoint.stores import Place
 from terrazzo.comm import ControlPlane, collectives
 from terrazzo.engine.config import Batch, EngineConfig
 from terrazzo.engine.content import buffer_names, module_state_dict
@@ -482,7 +484,10 @@ class Engine(Shown):
         path = find_to_load(load_dir, tag)
         if path is None:
             if dist.get_rank() == 0:
-                LOGGER.warning("nothing loaded: there is no checkpoint in %s yet (no file `latest`)", load_dir)
+                inside = nested(Place(load_dir))
+                LOGGER.warning(
+                    "nothing loaded: there is no checkpoint in %s yet (no file `latest`)%s", load_dir, inside
+                )
             return None, {}
         client_state = load_engine(
             self,

@@ -37,7 +37,7 @@ from terrazzo.checkpoint.manager.committing import Teams, save_named
 from terrazzo.checkpoint.manager.tiers import Which
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST as LATEST_NAMES
-from terrazzo.checkpoint.native.names import check_is_no_checkpoint, name_as_latest, name_of_step, named_by_latest
+from terrazzo.checkpoint.native.names import check_holds_checkpoints, name_as_latest, name_of_step, named_by_latest
 from terrazzo.checkpoint.plan.flatten import as_pattern, set_element
 from terrazzo.checkpoint.run.locate import reader_for
 from terrazzo.checkpoint.state_dict import set_optimizer_state_dict
@@ -229,7 +229,7 @@ def _latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
     folder = Place(load_dir)
     named = named_by_latest(folder)
     if not named:
-        check_is_no_checkpoint(folder)
+        check_holds_checkpoints(folder)
     return named[0].name if named else None
 
 

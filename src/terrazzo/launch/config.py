@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from terrazzo._meant import meant_beside
+from terrazzo._meant import meant_beside, refused
 from terrazzo.checkpoint import CheckpointManager
 from terrazzo.checkpoint.manager import (
     Best,
@@ -244,7 +244,7 @@ def _parsed(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
         return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
-        raise RunConfigError(f"{path} cannot be read: {error.strerror}{meant_beside(path)}") from error
+        raise RunConfigError(f"{path} cannot be read: {error.strerror}{refused(error)}{meant_beside(path)}") from error
     except (ValueError, RecursionError) as error:
         if path.suffix == ".py":
             raise RunConfigError(

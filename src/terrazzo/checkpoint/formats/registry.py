@@ -165,11 +165,11 @@ def located(path: str | os.PathLike[str] | Place | Store) -> tuple[Format, Place
     named_by_latest(place)  # raises if `latest` is the cause
     raise CheckpointNotFoundError(
         f"there is no committed checkpoint at {place}: it has neither a {MANIFEST} nor files of another known format"
-        f"{_nested(place)}"
+        f"{nested(place)}"
     )
 
 
-def _nested(place: Place) -> str:
+def nested(place: Place) -> str:
     """The end of an error message: which checkpoints are in a folder that is none, or in its folders. Of each level the
     last 20 names are looked at; at a URL, where each look is a request, of the first level only."""
     found, below = list[Place](), [place]

@@ -38,7 +38,7 @@ from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, 
 from terrazzo.checkpoint.manager.removing import is_held, take_to_read
 from terrazzo.checkpoint.manager.tiers import Looked, Which, choose, in_order_of_merit, open_tiers
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
-from terrazzo.checkpoint.native.names import check_is_no_checkpoint, name_of_step
+from terrazzo.checkpoint.native.names import check_holds_checkpoints, name_of_step
 from terrazzo.checkpoint.planner import LoadPlanner, SavePlanner
 from terrazzo.checkpoint.run.coordination import Failure, failure_of, find_team
 from terrazzo.checkpoint.state_dict_loader import load
@@ -120,7 +120,7 @@ class CheckpointManager(Shown):
         self._process = os.getpid()
         self._tiers = open_tiers(Place(root), local, keep, keep_local, self._best, replicas, self._ranks)
         self._house: Housekeeping | None = Housekeeping(self._tiers)
-        self._look(check_is_no_checkpoint)
+        self._look(check_holds_checkpoints)
         self._last = self._settled = self._records[-1].step if self._records else None
 
     @property
@@ -325,9 +325,8 @@ class CheckpointManager(Shown):
 
     def _look(self, check: Callable[[Place], object] = lambda _: None) -> None:
         def found() -> bytes:
-            looked = self._tiers.look()  # what is wrong with the place is said first
             check(self._tiers.root.root)
-            return self._encoded(looked)
+            return self._encoded(self._tiers.look())
 
         told = self._ranks.team(f"looking at {self.root}").first(found)
         self._know(msgspec.msgpack.decode(told, type=_Told))

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from terrazzo.checkpoint.formats.registry import nested
 from terrazzo.checkpoint.manager.committing import Teams
 from terrazzo.checkpoint.manager.hosts import HostsStore, connect
 from terrazzo.checkpoint.manager.policies import Best, KeepLast, KeepPolicy, not_copied, reasons_to_keep, settled
@@ -290,5 +291,5 @@ def choose(which: Which, looked: Looked, tiers: Tiers, best: Best | None) -> tup
             raise looked.unreadable[number].error
     if not found:
         steps = ", ".join(map(str, looked.steps))
-        raise CheckpointNotFoundError(f"{root} has no checkpoint {which}; it has " + (steps or "none"))
+        raise CheckpointNotFoundError(f"{root} has no checkpoint {which}; it has {steps or 'none' + nested(root)}")
     return found[0].step, looked.there[records.index(found[0])][1]

@@ -86,8 +86,12 @@ def named_by_latest(folder: Place, names: Sequence[str] = LATEST) -> list[Place]
     return found
 
 
-def check_is_no_checkpoint(folder: Place) -> None:
-    """Raise if a folder that should hold the checkpoints of a run is one itself: none would be found in it."""
+def check_holds_checkpoints(folder: Place) -> None:
+    """Raise if the folder of a run is a file, or a checkpoint itself: no checkpoint would be found in it."""
+    if folder.local is not None and folder.local.is_file():
+        raise CheckpointManagerError(
+            f"{folder} is a file, and the checkpoints of a run are in a folder: name that folder"
+        )
     if (folder / MANIFEST).is_file():
         raise CheckpointManagerError(
             f"{folder} is a checkpoint itself, and not the folder of a run with its checkpoints: name the folder that "

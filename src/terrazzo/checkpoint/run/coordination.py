@@ -27,7 +27,7 @@ import msgspec
 import torch.distributed as dist
 
 from terrazzo import errors
-from terrazzo._meant import by_text, plain_text
+from terrazzo._meant import by_text, plain_text, refused
 from terrazzo.comm.control import ControlPlane
 from terrazzo.errors import CheckpointError, CheckpointException, CommError, TerrazzoError
 
@@ -60,7 +60,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 
 def failure_of(error: BaseException, rank: int) -> Failure:
     """An exception of this rank, for the other ranks."""
-    message = plain_text(str(error) or repr(error))
+    message = plain_text(str(error) or repr(error)) + ("" if isinstance(error, TerrazzoError) else refused(error))
     if len(message) > _LONGEST:
         message = message[:_LONGEST] + " ..."
     frames = traceback.extract_tb(error.__traceback__)[-_DEEPEST:]

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from terrazzo._meant import refused
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.rows import ReadPlan
 from terrazzo.checkpoint.native.storage import NativeReader
@@ -115,7 +116,7 @@ class LoadSession:
         except Exception as error:
             raised = error
             if isinstance(error, OSError | EOFError) and not isinstance(error, TerrazzoError):
-                raised = CheckpointIOError(str(error)).with_traceback(error.__traceback__)
+                raised = CheckpointIOError(f"{error}{refused(error)}").with_traceback(error.__traceback__)
             failure = failure_of(raised, self.team.global_rank)
             raise exception_of([failure], self.team.doing, error) from error
 

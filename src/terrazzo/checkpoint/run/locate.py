@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+from terrazzo._meant import refused
 from terrazzo.checkpoint.filesystem import FileSystemWriter
 from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter
@@ -65,14 +67,21 @@ def reader_for(checkpoint_id: str | os.PathLike[str] | Store | Place) -> Storage
     """A reader of the checkpoint at a path, a URL or in a store, of any format."""
     from terrazzo.checkpoint.formats.registry import located  # formats are loaded when a checkpoint is read
 
-    try:
+    with opening(checkpoint_id):
         format, place = located(checkpoint_id)
         return format.reader(place)
+
+
+@contextmanager
+def opening(checkpoint_id: Any) -> Iterator[None]:
+    """Raise the system's errors as a `CheckpointIOError` that names the checkpoint."""
+    try:
+        yield
     except OSError as error:
         if isinstance(error, TerrazzoError):
             raise
         where = checkpoint_id.location if isinstance(checkpoint_id, Store) else str(checkpoint_id)
-        raise CheckpointIOError(f"the checkpoint at {where} cannot be read: {error}") from error
+        raise CheckpointIOError(f"the checkpoint at {where} cannot be read: {error}{refused(error)}") from error
 
 
 def usable_reader(reader: Any) -> Any:

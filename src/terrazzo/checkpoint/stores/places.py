@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from terrazzo._meant import refused
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.errors import CheckpointIOError, CheckpointNotFoundError, TerrazzoError
@@ -58,7 +59,7 @@ def doing(what: str, place: Place) -> Iterator[None]:
         raise
     except (OSError, EOFError) as error:
         number = error.errno if isinstance(error, OSError) else None
-        more = ""
+        more = refused(error)
         if number in (errno.ENOSPC, errno.EDQUOT):
             more = ": make room there, or choose another place"
             if place.local is not None:

@@ -24,7 +24,7 @@ from terrazzo.checkpoint.native.dtypes import listed
 from terrazzo.checkpoint.native.listing import about_save
 from terrazzo.checkpoint.native.memory import empty
 from terrazzo.checkpoint.plan.flatten import set_element
-from terrazzo.checkpoint.run.locate import reader_for, usable_reader
+from terrazzo.checkpoint.run.locate import opening, reader_for, usable_reader
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.checkpoint.torch_api.storages import Boxes
@@ -59,8 +59,9 @@ class Checkpoint(Mapping[str, Any]):
         given = usable_reader(path)
         self._reader = given if isinstance(given, StorageReader) else reader_for(given)
         self._allow_pickle = allow_pickle
-        self._boxes = Boxes(self._reader, allow_pickle=allow_pickle)
-        self.metadata: Metadata = self._boxes.metadata
+        with opening(path):
+            self._boxes = Boxes(self._reader, allow_pickle=allow_pickle)
+            self.metadata: Metadata = self._boxes.metadata
 
     def __getitem__(self, name: str) -> Any:
         tensor = self.tensor(name)

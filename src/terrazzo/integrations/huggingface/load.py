@@ -13,6 +13,7 @@ from terrazzo.checkpoint import DefaultLoadPlanner, load
 from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
 from terrazzo.checkpoint.native.dtypes import can_convert, is_lossless
+from terrazzo.checkpoint.run.locate import opening
 from terrazzo.checkpoint.state_dict.names import ModelState, state_of
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import CheckpointMismatchError
@@ -63,7 +64,9 @@ def load_model(
     """
     state = state_of(model)
     reader = HuggingFaceReader(path, dequantise=torch.float32)
-    links, missing, unexpected = _matched(model, state, _tensors(reader), rename)
+    with opening(path):
+        tensors = _tensors(reader)
+    links, missing, unexpected = _matched(model, state, tensors, rename)
     return fill(model, state, reader, links, missing, unexpected, dtype, strict)
 
 

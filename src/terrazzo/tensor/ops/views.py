@@ -36,8 +36,9 @@ from terrazzo.tensor.strides import (
 
 def norm_dim(dim: int, ndim: int) -> int:
     """A dim as a nonnegative number."""
-    if not -max(ndim, 1) <= dim < max(ndim, 1):
-        raise IndexError(f"Dimension out of range (got {dim} for a tensor of {ndim} dimensions)")
+    end = max(ndim, 1)
+    if not -end <= dim < end:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-end}, {end - 1}], but got {dim})")
     return dim + ndim if dim < 0 else dim
 
 

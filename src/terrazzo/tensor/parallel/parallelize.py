@@ -10,6 +10,7 @@ from typing import TypeAlias
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._meant import meant
 from terrazzo.errors import ParallelPlanError, ParallelPlanTypeError
 from terrazzo.tensor.api import SharedParameters
 from terrazzo.tensor.convert import current_mesh
@@ -96,7 +97,11 @@ def _resolve(module: nn.Module, plan: ParallelPlan) -> tuple[list[tuple[nn.Modul
             return
         children = [(name, child) for name, child in at.named_children() if fnmatchcase(name, patterns[0])]
         if not children:
-            unmatched.setdefault(key, []).append(path or type(module).__name__)
+            known = [name for name, _ in at.named_children()]
+            there = meant(
+                patterns[0], known, f", which has {', '.join(known[:8]) or 'none'}{', ...' if known[8:] else ''}"
+            )
+            unmatched.setdefault(key, []).append(f"{path or type(module).__name__}{there}")
         for name, child in children:
             descend(child, f"{path}.{name}" if path else name, patterns[1:], plan, key)
 
