@@ -325,8 +325,13 @@ class CheckpointManager(Shown):
 
     def _look(self, check: Callable[[Place], object] = lambda _: None) -> None:
         def found() -> bytes:
+            try:
+                looked = self._tiers.look()  # what is wrong with the place is said first
+            except NotADirectoryError:
+                check(self._tiers.root.root)
+                raise
             check(self._tiers.root.root)
-            return self._encoded(self._tiers.look())
+            return self._encoded(looked)
 
         told = self._ranks.team(f"looking at {self.root}").first(found)
         self._know(msgspec.msgpack.decode(told, type=_Told))
