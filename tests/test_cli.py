@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from io import StringIO
@@ -27,6 +28,7 @@ import terrazzo
 from terrazzo.checkpoint import CheckpointManager, load, save
 from terrazzo.checkpoint.manager import KeepEvery, KeepLast
 from terrazzo.cli import app, doctor
+from terrazzo.cli.lazy import starting
 from terrazzo.cli.screen import OUT, progress
 from terrazzo.launch.torchrun import GRACE, HAS_GRACE
 
@@ -481,3 +483,25 @@ def test_the_module_is_the_command_and_every_command_has_help() -> None:
         shown = run(name, "--help")
         assert shown.exit_code == 0 and f"{name} [OPTIONS]" in shown.stdout
     assert run("no-such-command").exit_code == 2
+
+
+def test_a_word_while_a_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(StringIO):
+        said = threading.Event()
+
+        def isatty(self) -> bool:
+            return True
+
+        def flush(self) -> None:
+            self.said.set()
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with starting("terrazzo view"):
+        assert terminal.said.wait(60)
+        assert terminal.getvalue() == "starting terrazzo view ...\r"
+    assert terminal.getvalue().endswith("\r\x1b[2K")  # nothing stays
+    monkeypatch.setattr(sys, "stderr", quick := Terminal())
+    with starting("terrazzo ls"):
+        pass
+    assert quick.getvalue() == ""

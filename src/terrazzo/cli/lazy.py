@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,6 +14,31 @@ import typer
 from typer.core import TyperGroup
 
 from terrazzo._meant import meant
+
+_MOMENT = 0.3  # seconds without a word
+
+
+@contextmanager
+def starting(what: str) -> Iterator[None]:
+    """A word on stderr, if that is a terminal and what is inside takes longer than a moment: importing PyTorch does."""
+    said = threading.Event()
+
+    def say() -> None:
+        said.set()
+        print(f"starting {what} ...", end="\r", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(_MOMENT, say)
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if timer.is_alive():
+            timer.join()
+        if said.is_set():
+            print("\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +70,9 @@ class LazyGroup(TyperGroup):
         settings: dict[str, Any] = {}
         if entry.passes_on:
             settings["context_settings"] = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-        alone.command(cmd_name, **settings)(getattr(importlib.import_module(module), name))
+        with nullcontext() if ctx.resilient_parsing else starting(f"terrazzo {cmd_name}"):  # no word in completions
+            function = getattr(importlib.import_module(module), name)
+        alone.command(cmd_name, **settings)(function)
         return typer.main.get_command(alone)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
