@@ -220,8 +220,9 @@ def test_what_is_seen(world: Any) -> None:
     whole = x.redistribute(placements=[Replicate()])
     assert repr(whole).endswith("\n  ranks 0-3: tensor([0, 1, 2, 3])")
     drawn = x._repr_html_()
-    assert all(f"cpu {n}<" in drawn and f"<th>rank {n}</th>" in drawn for n in range(4))
-    assert "<th>ranks 0-3</th>" in world.run(torch.zeros, 2)._repr_html_()
+    assert drawn.count("<caption") == 1  # the picture's
+    assert all(f"cpu {n}<" in drawn and f">rank {n}</th>" in drawn for n in range(4))
+    assert ">ranks 0-3</th>" in world.run(torch.zeros, 2)._repr_html_()
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         world.run(lambda: print("a\nb", rank()))

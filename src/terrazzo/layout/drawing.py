@@ -11,6 +11,7 @@ from itertools import chain, product
 from terrazzo.layout.grid import Grid, Span
 from terrazzo.layout.placement import Partial, Placement
 
+_CLEAR = "padding:1px 8px"
 _EDGE = "border:1px solid #8888;padding:4px 10px"
 _MOST_TEXT = 100  # characters of one value
 _MOST_CELLS = 4096  # a larger table is of no use to a reader, and of much work to a browser
@@ -175,17 +176,17 @@ def cells_html(
 def table_html(columns: Sequence[str], rows: Iterable[Sequence[str]], *, header: str = "", caption: str = "") -> str:
     """A plain table; all but the first column are numbers, and to the right."""
     lines = _beginning(header)
-    lines.append("<tr>" + "".join(f"<th>{escape(title)}</th>" for title in columns) + "</tr>")
+    lines.append("<tr>" + "".join(f'<th style="{_CLEAR}">{escape(title)}</th>' for title in columns) + "</tr>")
     for row in rows:
         left, *others = (escape(text) for text in row)
-        tds = "".join(f'<td style="text-align:right;padding:1px 8px">{text}</td>' for text in others)
-        lines.append(f'<tr><td style="text-align:left">{left}</td>{tds}</tr>')
+        tds = "".join(f'<td style="text-align:right;{_CLEAR}">{text}</td>' for text in others)
+        lines.append(f'<tr><td style="text-align:left;{_CLEAR}">{left}</td>{tds}</tr>')
     return _ended(lines, max(len(columns), 1), caption)
 
 
 def _beginning(header: str) -> list[str]:
     lines = ['<table style="border-collapse:collapse">']
-    return [*lines, f"<caption>{escape(header)}</caption>"] if header else lines
+    return [*lines, f'<caption style="white-space:nowrap">{escape(header)}</caption>'] if header else lines
 
 
 def _cell(text: str, group: int) -> str:

@@ -27,6 +27,7 @@ from terrazzo.errors import CommError
 from terrazzo.layout import Placement
 from terrazzo.tensor import DTensor
 
+_TOP = "text-align:left;vertical-align:top"
 _SIMPLE = (
     type(None),
     bool,
@@ -225,10 +226,11 @@ class Ranked:
     def _repr_html_(self) -> str:
         drawn = self._world._each(lambda value: value._repr_html_(), self._by_rank)[0] if self._is_dtensor() else None
         rows = "".join(
-            f"<tr><th>{named(ranks)}</th><td><pre>{html.escape(text)}</pre></td></tr>"
+            f'<tr><th style="{_TOP}">{named(ranks)}</th><td style="{_TOP}"><pre>{html.escape(text)}</pre></td></tr>'
             for text, ranks in self._texts().items()
         )
-        return f"{drawn or ''}<table><caption>{html.escape(self._title())}</caption>{rows}</table>"
+        title = "" if drawn else f'<caption style="white-space:nowrap">{html.escape(self._title())}</caption>'
+        return f"{drawn or ''}<table>{title}{rows}</table>"
 
 
 def _forward(name: str, function: Callable[..., Any], *, reflected: bool = False) -> None:
