@@ -86,7 +86,7 @@ def install() -> None:
     for kind in (RNNBase, RNNCellBase):
         if "__call__" not in vars(kind):
             kind.__call__ = _call  # type: ignore[method-assign]
-    RNNBase.flatten_parameters = _flatten_parameters  # type: ignore[method-assign]
+    RNNBase.flatten_parameters = _flatten_parameters  # type: ignore[method-assign, assignment]
 
 
 def _flatten_parameters(module: RNNBase) -> None:
