@@ -90,6 +90,14 @@ def _user(number: int) -> str:
         return str(number)
 
 
+def counted(number: int, what: str) -> str:
+    """
+    >>> counted(1, "value"), counted(2000, "value")
+    ('1 value', '2,000 values')
+    """
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def taken(function: Callable[..., Any]) -> str:
     """The end of a message about arguments that do not fit: the names of those that a config may give.
 

@@ -148,7 +148,7 @@ def check_texts(folder: str) -> list[tuple[str, str]]:
             (terrazzo.compile_report(compiled), "1 graphs"),
             (check_rule(torch.neg, torch.ones(4)), "right: .*\\nwrong: none"),
             (engine, "^Engine for .*: ZeRO stage 0, torch.float32, after step 0; a step has 4 samples: 4 on each of 1"),
-            (manager, r"^CheckpointManager\(.*: 1 checkpoints\n  step 3  20.*  loss<b> 0.5$"),
+            (manager, r"^CheckpointManager\(.*: 1 checkpoint\n  step 3  20.*  loss<b> 0.5$"),
             (terrazzo.install(), r"^names of PyTorch: \d+ replaced in \d+ modules, \d+ kept"),
         ]
     terrazzo.uninstall()

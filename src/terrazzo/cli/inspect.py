@@ -16,7 +16,7 @@ from rich.pretty import pretty_repr
 from rich.table import Table
 from rich.text import Text
 
-from terrazzo._meant import meant
+from terrazzo._meant import counted, meant
 from terrazzo.checkpoint.listing import Listed, Listing, in_order
 from terrazzo.checkpoint.manager.records import VALUE as MANAGERS_RECORD
 from terrazzo.checkpoint.manager.records import steps_at
@@ -81,7 +81,7 @@ def list_values(
             for name in names:
                 table.add_row(*map(Text, (shown(name), *_cells(entries[name]))))
             OUT.print(table)
-        OUT.print(f"{len(names)} values, {human_size(total)}")
+        OUT.print(f"{counted(len(names), 'value')}, {human_size(total)}")
 
 
 def show(

@@ -8,6 +8,7 @@ from rich.filesize import decimal as human_size
 from rich.table import Table
 from rich.text import Text
 
+from terrazzo._meant import counted
 from terrazzo.checkpoint.manager.records import Record, latest_of, rows_of
 from terrazzo.cli.screen import OUT, print_json, shown
 
@@ -29,4 +30,4 @@ def list_steps(path: str, records: list[Record], *, json: bool) -> None:
         why = ", ".join([*row["kept"], *(["latest"] if row["latest"] else [])])
         table.add_row(*map(Text, [row["name"], saved, human_size(row["bytes"]), *values, shown(why)]))
     OUT.print(table)
-    OUT.print(f"{len(rows)} steps; latest is {shown(latest or 'none')}", markup=False)
+    OUT.print(f"{counted(len(rows), 'step')}; latest is {shown(latest or 'none')}", markup=False)

@@ -30,6 +30,7 @@ from typing import Any, Final, Self
 import msgspec
 import torch.distributed as dist
 
+from terrazzo._meant import counted
 from terrazzo.checkpoint.manager.committing import Teams, Unmade, save_named
 from terrazzo.checkpoint.manager.housekeeping import Housekeeping
 from terrazzo.checkpoint.manager.mending import Loading
@@ -129,7 +130,7 @@ class CheckpointManager(Shown):
         return str(self._tiers.root.root)
 
     def __str__(self) -> str:
-        lines = [f"CheckpointManager({self.root!r}): {len(self._records)} checkpoints"]
+        lines = [f"CheckpointManager({self.root!r}): {counted(len(self._records), 'checkpoint')}"]
         for each in self._records:
             metrics = [f"{name} {value:.6g}" for name, value in each.metrics.items()]
             saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.saved))

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from terrazzo._meant import meant
+from terrazzo._meant import counted, meant
 from terrazzo.checkpoint.formats.torch_archive import value_of
 from terrazzo.checkpoint.listing import Listed, Listing, corner, in_order
 from terrazzo.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
@@ -149,7 +149,7 @@ class Checkpoint(Mapping[str, Any]):
         self._boxes.read(wanted)
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self._path}: {len(self):,} values, {self.total_bytes():,} bytes>"
+        return f"<Checkpoint {self._path}: {counted(len(self), 'value')}, {counted(self.total_bytes(), 'byte')}>"
 
     def _repr_html_(self) -> str:
         names, rows = in_order(self), []
@@ -161,7 +161,7 @@ class Checkpoint(Mapping[str, Any]):
             kind, shape = str(tensor.dtype).removeprefix("torch."), " x ".join(map(str, tensor.shape)) or "scalar"
             rows.append([name, kind, shape, f"{tensor.nbytes:,}", str(tensor.parts)])
         more = f" (the first {_SHOWN} are shown)" if len(names) > _SHOWN else ""
-        caption = f"{len(names):,} values{more}, {self.total_bytes():,} bytes"
+        caption = f"{counted(len(names), 'value')}{more}, {counted(self.total_bytes(), 'byte')}"
         return table_html(["name", "dtype", "shape", "bytes", "parts"], rows, header="Checkpoint", caption=caption)
 
     def close(self) -> None:
