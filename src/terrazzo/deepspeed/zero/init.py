@@ -75,7 +75,9 @@ def zero_wrapper_for_fp_tensor_constructor(
         if kwargs.get("device") is None:
             kwargs["device"] = target_device
         tensor = fn(*args, **kwargs)
-        return tensor.to(target_fp_dtype) if tensor.is_floating_point() else tensor
+        if target_fp_dtype is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(target_fp_dtype)
+        return tensor
 
     return constructor
 
