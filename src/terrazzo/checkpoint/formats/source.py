@@ -26,7 +26,7 @@ from terrazzo.errors import CheckpointError, CheckpointExistsError, UnsupportedV
 from terrazzo.layout.box import Box, boxes_of_flat_range, row_major_windows
 
 _PIECE: Final = 16 << 20  # bytes in memory at a time while a tensor is copied
-_CHUNK: Final = 256 << 20  # larger chunks are copied in parts
+_CHUNK: Final = 64 << 20  # larger chunks are copied in parts, so that a file that claims much costs little memory
 _SMALL: Final = 64 << 10  # smaller tensors are read with others
 _TOGETHER: Final = 256  # as many at most
 
