@@ -52,7 +52,10 @@ def meant_beside(path: str | os.PathLike[str]) -> str:
 
 
 def refused(error: BaseException) -> str:
-    """The end of a message about an error of the system that has refused something: who may not do what, and where."""
+    """The end of a message about an error of the system that has refused something: who may not do what, and where.
+
+    Empty for all others, errors of terrazzo among them, which name no file.
+    """
     if not isinstance(error, OSError) or not isinstance(error.filename, str | bytes):
         return ""
     path = Path(os.path.abspath(os.fsdecode(error.filename)))

@@ -62,14 +62,10 @@ def check_without_pydantic() -> None:
             "find_spec",
             lambda name, *more: None if name == "pydantic" else here(name, *more),
         )
-        _without_pydantic()
-
-
-def _without_pydantic() -> None:
-    found = importlib.import_module("terrazzo.deepspeed")
-    assert found.initialize and not hasattr(found.runtime, "config_utils")
-    with pytest.raises(ImportError, match="need pydantic, as DeepSpeed does: install it"):
-        importlib.import_module("terrazzo.deepspeed.runtime.config_utils")
+        found = importlib.import_module("terrazzo.deepspeed")
+        assert found.initialize and not hasattr(found.runtime, "config_utils")
+        with pytest.raises(ImportError, match="need pydantic, as DeepSpeed does: install it"):
+            importlib.import_module("terrazzo.deepspeed.runtime.config_utils")
 
 
 def test_it_is_there_without_pydantic():

@@ -79,7 +79,7 @@ def errors() -> Iterator[None]:
     except BrokenPipeError:
         raise  # typer ends the command, and says nothing: the reader of its output, as `head`, has had enough
     except (TerrazzoError, OSError) as error:
-        say(f"error: {error}{'' if isinstance(error, TerrazzoError) else refused(error)}", on=ERR, style="red")
+        say(f"error: {error}{refused(error)}", on=ERR, style="red")
         raise typer.Exit(2) from error
 
 

@@ -60,7 +60,7 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 
 def failure_of(error: BaseException, rank: int) -> Failure:
     """An exception of this rank, for the other ranks."""
-    message = plain_text(str(error) or repr(error)) + ("" if isinstance(error, TerrazzoError) else refused(error))
+    message = plain_text(str(error) or repr(error)) + refused(error)
     if len(message) > _LONGEST:
         message = message[:_LONGEST] + " ..."
     frames = traceback.extract_tb(error.__traceback__)[-_DEEPEST:]
