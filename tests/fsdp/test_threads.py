@@ -60,3 +60,45 @@ def check_threads(widths: list[int]) -> None:
 @pytest.mark.parametrize("widths", [[6, 6], [6, 7, 1100]], ids=["alike", "unlike"])
 def test_models_on_their_own_groups_in_threads(widths: list[int]) -> None:
     run_ranks(2, check_threads, widths)
+
+
+def build() -> tuple[Any, torch.optim.Optimizer]:
+    """A sharded model, and an optimizer that has nothing to do with it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    for layer in model:
+        fully_shard(layer)
+    other = nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    return fully_shard(model), torch.optim.SGD([other], lr=0.1)
+
+
+def check_step_of_one_rank() -> None:
+    model, optimizer = build()
+    loss = model(torch.ones(2, 6)).sum()
+    if dist.get_rank() == 0:
+        optimizer.step()
+    model[0].reshard()
+    model[0].unshard()
+    loss.backward()
+
+
+def test_an_optimizer_that_one_rank_has_changes_no_gather_of_a_model():
+    run_ranks(2, check_step_of_one_rank, timeout=60)
+
+
+def check_step_in_a_thread() -> None:
+    model, optimizer = build()
+    late = dist.get_rank() == 1
+    model[1].register_forward_hook(lambda *_: time.sleep(0.6 * late))
+    loss = model(torch.ones(2, 6)).sum()
+    with ThreadPoolExecutor(1) as pool:
+        stepped = None if late else pool.submit(optimizer.step)
+        time.sleep(0 if late else 0.3)
+        loss.backward()
+        if stepped is not None:
+            stepped.result()
+
+
+def test_an_optimizer_in_a_thread_that_waits_for_what_ranks_ran_keeps_nobody_from_waiting_for_it():
+    run_ranks(2, check_step_in_a_thread, timeout=60)

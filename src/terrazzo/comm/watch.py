@@ -7,11 +7,11 @@ To detect mixed-up parameters, ranks compare their records: they reduce a checks
 backward, 16 bytes, without waiting.
 
 On CPU these have a process group of their own, and the result is checked before the next backward, optimizer's step or
-forward, that is before parameters could be mixed up. (The first forward gathers by messages with tags, which cannot be
-mixed up.) On accelerators the checksum follows the collectives that it is about, on their stream, and its result is
-copied to the host. The host looks whether it has come whenever it looks on CPU, and before a state dict; it only waits
-for those of the forward and backward before the last ones. So an error may come after an optimizer's step with wrong
-gradients, but before they are saved.
+forward, that is before parameters could be mixed up. (The first forward and backward gather by messages with tags,
+which cannot be mixed up.) On accelerators the checksum follows the collectives that it is about, on their stream, and
+its result is copied to the host. The host looks whether it has come whenever it looks on CPU, and before a state dict;
+it only waits for those of the forward and backward before the last ones. So an error may come after an optimizer's step
+with wrong gradients, but before they are saved.
 
 If a collective fails, each rank writes its position to the default store and reads those of the others. The error
 message lists them.
@@ -24,6 +24,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol
 
 import msgspec
@@ -115,8 +116,17 @@ class Watch:
         self._in_part = 0  # events since the last comparison
         self._checksum = 0  # of the events since the last comparison
         self._comparing: deque[_Comparing] = deque()
+        self._settling = Lock()  # optimizers of other models look at the comparisons, too, perhaps in other threads
+        self._compared = 0  # comparisons that have been started
         self._asks = False  # the other ranks what they have written
-        self.has_agreed = self._axis is None  # whether a comparison has found no difference yet
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether there were comparisons before the last one, and none has found a difference.
+
+        This changes at the same event on all ranks, whenever each of them looks at results.
+        """
+        return self._axis is None or self._compared > 1
 
     def follow(self, streams: Streams | None) -> None:
         """Compare on these streams from now on."""
@@ -151,6 +161,7 @@ class Watch:
             with torch.inference_mode(False), outside_transforms() if functorch_active() else nullcontext():
                 work, both = self._reduce_on_device(axis, self.streams, checksum)
         self._comparing.append(_Comparing(work, both, names))
+        self._compared += 1
 
     @torch.no_grad()
     def _reduce_on_device(self, axis: Axis, streams: Streams, checksum: int) -> tuple[Any, Tensor]:
@@ -172,13 +183,14 @@ class Watch:
 
     def settle(self, *, wait: bool = False) -> None:
         """Raise if ranks differ, as far as comparisons have results. On CPU, and with `wait`, wait for all of them."""
-        while self._comparing:
-            comparing = self._comparing[0]
-            may_wait = self.streams is None or wait or len(self._comparing) > _MOST_OPEN
-            if not may_wait and not comparing.work.query():
-                return
-            self._comparing.popleft()
-            self._check(comparing)
+        with self._settling:
+            while self._comparing:
+                comparing = self._comparing[0]
+                may_wait = self.streams is None or wait or len(self._comparing) > _MOST_OPEN
+                if not may_wait and not comparing.work.query():
+                    return
+                self._comparing.popleft()
+                self._check(comparing)
 
     def _check(self, comparing: _Comparing) -> None:
         """Wait for a comparison, and raise if ranks differ."""
@@ -199,7 +211,6 @@ class Watch:
             answers = _answers(name, dist.get_rank(), ranks, msgspec.json.encode(comparing.names)).values()
             everyone = [None if each is None else msgspec.json.decode(each, type=list[str]) for each in answers]
             raise DivergedRanksError(_first_difference(everyone, ranks))
-        self.has_agreed = True
 
     def agree(self, flags: list[bool]) -> list[bool]:
         """Which of `flags` are set on any of the ranks that shard; all of them ask together.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -45,7 +46,7 @@ def check_optimizers_again() -> None:
 
 def _before_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     ids = _check_parameters(optimizer)
-    for root in list(_models):
+    for root in _roots():
         root.before_step(ids)
 
 
@@ -85,11 +86,18 @@ def _check_parameters(optimizer: Optimizer) -> frozenset[int]:
 
 
 _models: weakref.WeakSet[Any] = weakref.WeakSet()  # the roots
+_models_change = Lock()  # threads may train models of their own
 
 
 def note_model(root: Any) -> None:
     """This model is sharded, and about to run."""
-    _models.add(root)
+    with _models_change:
+        _models.add(root)
+
+
+def _roots() -> list[Any]:
+    with _models_change:
+        return list(_models)
 
 
 def _names_in(optimizer: Optimizer, names: dict[int, str]) -> list[str]:
@@ -104,7 +112,7 @@ def shown(names: Sequence[str]) -> str:
 
 def _refuse_unsharded(optimizer: Optimizer) -> None:
     """Raise for an optimizer that was given a module's parameters while it was unsharded: these get no gradients."""
-    params = [param for root in list(_models) for group in root.groups for param in group.params]
+    params = [param for root in _roots() for group in root.groups for param in group.params]
     found = _names_in(optimizer, {id(p.unsharded): p.name for p in params if p.unsharded is not None})
     kept = [marked(param, KEPT) for group in optimizer.param_groups for param in group["params"]]
     found += [name for name in kept if name is not None]
@@ -119,7 +127,7 @@ def _refuse_unsharded(optimizer: Optimizer) -> None:
 
 def _remark_on_added(optimizer: Optimizer) -> None:
     """Parameters that came into a sharded model later differ between ranks once they are trained."""
-    modules = [module for root in list(_models) for top in root.tops for module in top.modules]
+    modules = [module for root in _roots() for top in root.tops for module in top.modules]
     plain = {
         id(p): name
         for module in modules
@@ -140,7 +148,7 @@ def _note_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     """Count the write, as version counters may not: optimizers write through `.data` or with their own kernels."""
     known = _checked.get(optimizer)
     ids = frozenset() if known is None else known.ids
-    for root in list(_models):
+    for root in _roots():
         root.after_step(ids)
 
 

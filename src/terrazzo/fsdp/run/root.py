@@ -302,8 +302,10 @@ class Root:
         """Before an optimizer writes to the shards with these ids: save what was written to unsharded parameters."""
         if not self._is_idle:
             return
-        self.settle()
-        if self.state.awaits_step and self._has_any(ids):
+        self.settle()  # also for an optimizer that has none of them: it may have copies
+        if not self._has_any(ids):  # of another model, which another thread may train
+            return
+        if self.state.awaits_step:
             self.executor.advance((Event.STEP,))
         for unit in self.units:
             self.save_writes(unit)
