@@ -186,7 +186,7 @@ def test_what_the_system_refuses() -> None:
         whom = r"user .* may not {} {}, which belongs to {} \({}\); (use another place, or ask the owner|chmod u\+)"
         with without_rights(folder / "run", 0o555) as owner:
             said = whom.format("write in", folder / "run", owner, "dr-xr-xr-x")
-            with pytest.raises(CheckpointException, match=f"rank 0: PermissionError: .*: {said}"):
+            with pytest.raises(CheckpointIOError, match=f"rank 0: PermissionError: .*: {said}"):
                 save(state, checkpoint_id=folder / "run/two/three")
         with without_rights(folder / "run", 0) as owner:
             said = whom.format("look into", folder / "run", owner, "d---------")

@@ -205,8 +205,9 @@ class CheckpointError(TerrazzoError, RuntimeError):
 class CheckpointException(CheckpointError):
     """Ranks that save or load together failed; all of them raise it, with the same text.
 
-    Where every rank that failed raised one of terrazzo's exceptions, this is an exception of that type, too:
-    `except CheckpointCorruptError` and `except CommTimeout` catch it. It is also PyTorch's exception of this name, if
+    Where every rank that failed raised one of terrazzo's exceptions, this is an exception of that type, too, and a
+    `CheckpointIOError` where the system refused something: `except CheckpointCorruptError` and `except CommTimeout`
+    catch it. It is also PyTorch's exception of this name, if
     `torch.distributed.checkpoint.api` has been imported.
     """
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from terrazzo import errors
 from terrazzo._meant import by_text, plain_text, refused
 from terrazzo.comm.control import ControlPlane
-from terrazzo.errors import CheckpointError, CheckpointException, CommError, TerrazzoError
+from terrazzo.errors import CheckpointError, CheckpointException, CheckpointIOError, CommError, TerrazzoError
 
 _LONGEST: Final = 4000  # characters of a message
 _DEEPEST: Final = 20  # frames, the innermost
@@ -46,6 +46,13 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
     message: str
     frames: list[tuple[str, int, str, str]] = []  # file, line, function, text of the line
     names: dict[str, list[str]] = {}
+
+    @property
+    def kind_raised(self) -> str:
+        """The name of the class that the error of all ranks has by this failure."""
+        known = getattr(builtins, self.kind, object)
+        system = isinstance(known, type) and issubclass(known, (OSError, EOFError))
+        return CheckpointIOError.__name__ if system else self.kind
 
     def exception(self) -> BaseException:
         """An exception like the one that was raised: of the same type, if it is ours or a builtin one."""
@@ -91,7 +98,7 @@ def exception_of(
     lines = by_text((failure.rank, f"{failure.kind}: {failure.message}") for failure in failures)
     count = f"{len(ranks)} rank" + ("s" if len(ranks) != 1 else "")
     text = "\n  ".join([f"{doing} failed on {count}:", *lines, *([why] if why else [])])
-    kinds = {failure.kind for failure in failures}
+    kinds = {failure.kind_raised for failure in failures}
     return _made(kinds.pop() if len(kinds) == 1 else "", text, failures, cause)
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from terrazzo._meant import refused
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.rows import ReadPlan
 from terrazzo.checkpoint.native.storage import NativeReader
@@ -32,7 +31,6 @@ from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.torch_api.items import check_planner
 from terrazzo.checkpoint.torch_api.storages import TargetReader
 from terrazzo.comm.processes import host_identity
-from terrazzo.errors import CheckpointIOError, TerrazzoError
 
 
 @dataclass(slots=True)
@@ -114,10 +112,7 @@ class LoadSession:
         try:
             yield
         except Exception as error:
-            raised = error
-            if isinstance(error, OSError | EOFError) and not isinstance(error, TerrazzoError):
-                raised = CheckpointIOError(f"{error}{refused(error)}").with_traceback(error.__traceback__)
-            failure = failure_of(raised, self.team.global_rank)
+            failure = failure_of(error, self.team.global_rank)
             raise exception_of([failure], self.team.doing, error) from error
 
     def _set_up(self, state_dict: STATE_DICT_TYPE, root: bytes | None) -> None:
