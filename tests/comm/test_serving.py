@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 
 from terrazzo.comm import serving
-from terrazzo.comm.serving import Client, Server, WrongSecretError
+from terrazzo.comm.serving import Address, Client, Server, WrongSecretError
 
 
 class Desk:
@@ -75,6 +76,18 @@ def test_a_call_may_take_longer_than_the_time_limit(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(serving, "_SECONDS", 0.05)
     with served(timeout=0.5) as (_, client, _):
         assert client.call("sleep", 1.2) == "awake"
+
+
+def test_a_process_that_is_busy_is_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        client = Client(Address(*busy.getsockname()[:2], b"s"), 60.0)
+        with ThreadPoolExecutor(1) as pool:
+            called = pool.submit(client.call, "add", 1, 1)
+            with busy.accept()[0] as connection:
+                time.sleep(6)  # its threads get no turn
+                connection.sendall(b"not a greeting" * 20)
+            with pytest.raises(OSError, match="did not ask for a secret, so it is another server"):
+                called.result()
 
 
 def test_a_server_that_is_gone() -> None:

@@ -33,7 +33,8 @@ PIECE: Final = 4 << 20  # bytes that are received at once, of those that follow 
 LONGEST: Final = 64 << 20  # bytes of a frame
 _GREETING: Final = b"terrazzo.serving"
 _NONCE: Final = 32  # bytes, as many as a digest has
-_SECONDS: Final = 5.0  # for the greeting; and between two `working` frames
+_SECONDS: Final = 5.0  # between two `working` frames
+_GREETING_SECONDS: Final = 30.0  # what a process computes may keep its threads from answering
 _AT_ONCE: Final = 64  # connections that have not answered the greeting yet
 
 
@@ -131,7 +132,7 @@ class Server:
 
     def _greet(self, connection: socket.socket) -> bool:
         """Whether the other side has the secret."""
-        connection.settimeout(_SECONDS)
+        connection.settimeout(_GREETING_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         own = secrets.token_bytes(_NONCE)
         connection.sendall(_GREETING + own)
@@ -259,7 +260,7 @@ class Client:
         return connection
 
     def _greet(self, connection: socket.socket) -> None:
-        connection.settimeout(min(_SECONDS, self._timeout))
+        connection.settimeout(min(_GREETING_SECONDS, self._timeout))
         try:
             greeting = bytes(_received(connection, len(_GREETING)))
             theirs = _received(connection, _NONCE)
