@@ -112,14 +112,17 @@ def helpers() -> ModuleType:
 class Tester:
     """What the mixins ask about a model."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, ranks: int) -> None:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-        self._family = family
+        self._family, self._ranks = family, ranks
         self.causal_lm_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.get_config())]
 
     def get_config(self) -> Any:
-        return config_of(self._family)
+        config = config_of(self._family)
+        if config.num_key_value_heads % self._ranks:  # Transformers gives each rank whole heads
+            config.num_key_value_heads = self._ranks
+        return config
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
         return self.get_config(), {}
@@ -133,7 +136,7 @@ def case_of(family: str, ranks: int) -> type[unittest.TestCase]:
         mixins.append(getattr(module, mixin))
         for kind in [kind for kind in vars(module) if kind.endswith("_DISTRIBUTED_TEST_MODEL_TYPES")]:
             setattr(module, kind, None)  # all of them
-    tester = Tester(family)
+    tester = Tester(family, ranks)
     about = {
         "model_tester": tester,
         "all_model_classes": (tester.causal_lm_class,),
