@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from engine.runs import averaged, config, drawn
 from ranks import device_type, run_ranks
 from terrazzo.engine import Engine, WarmupLR, initialize
 from terrazzo.errors import EngineConfigError
-from terrazzo.tensor import DTensor, init_device_mesh
+from terrazzo.tensor import DTensor, Shard, init_device_mesh
 from terrazzo.tensor.parallel import (
     ColwiseParallel,
     ExpertParallel,
@@ -260,16 +261,25 @@ def check_together() -> None:
         compare(f"sequence {stage}", engine, losses)
 
         mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
-        model, options = divided(stage)
-        parallelize_module(model, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
-        engine = initialize(model, config=options, mesh=mesh)
-        losses = []
-        for x, y in data:
-            mine = slice(engine.ranks.data.index, None, 2)
-            loss = F.mse_loss(engine(x[mine]), y[mine])
-            losses.append(averaged(engine.backward(loss)))
-            engine.step()
-        compare(f"tensor {stage}", engine, losses)
+        inner = init_device_mesh(device_type(), (1, 2, 2), mesh_dim_names=("rest", "ep", "tp"))["ep", "tp"]
+        within = ExpertParallel(tensor={"w1": Shard(1), "w3": Shard(1), "w2": Shard(2)})
+        for inside in (False, True):
+            model, options = divided(stage)
+            parallelize_module(
+                model, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+            )
+            if inside:
+                parallelize_module(model, inner, {"layers.*.moe.experts": within})
+                with pytest.raises(EngineConfigError, match="of the 4 data-parallel ranks.* inside experts is beside"):
+                    initialize(copy.deepcopy(model), config=options)
+            engine = initialize(model, config=options, mesh=mesh)
+            losses = []
+            for x, y in data:
+                mine = slice(engine.ranks.data.index, None, 2)
+                loss = F.mse_loss(engine(x[mine]), y[mine])
+                losses.append(averaged(engine.backward(loss)))
+                engine.step()
+            compare(f"tensor {stage} {inside}", engine, losses)
 
         mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "dp"))
         model, options = divided(stage)

@@ -39,14 +39,17 @@ def divide_experts(module: nn.Module, data: DeviceMesh) -> DeviceMesh:
     root = root_of(mesh)
     names, own = root.mesh_dim_names or (), mesh.mesh_dim_names or ()
     others = tuple(name for name in names if name not in own)
-    together = root[others] if others else None
-    inside = set(ranks_of(data))
-    if together is None or together.size() * mesh.size() != data.size() or not set(ranks_of(together)) <= inside:
+    # Along a second dim, ranks with the same tokens have parts of each expert.
+    apart = tuple(name for name in names if name not in own[1:])
+    if not others or set(ranks_of(root[apart])) != set(ranks_of(data)):
+        size = mesh.size(0)
         raise EngineConfigError(
-            f"the experts of {type(module).__name__} are on {mesh}, a part of {root}: it must be one dim of a mesh "
-            f"with named dims of the {data.size()} data-parallel ranks, as in init_device_mesh('cpu', "
-            f"({max(data.size() // mesh.size(), 1)}, {mesh.size()}), mesh_dim_names=('expert_data', 'ep'))"
+            f"the experts of {type(module).__name__} are on {mesh}, a part of {root}: they must be divided along one "
+            f"dim of a mesh with named dims of the {data.size()} data-parallel ranks, as in init_device_mesh('cpu', "
+            f"({max(data.size() // size, 1)}, {size}), mesh_dim_names=('expert_data', 'ep')); a dim for tensor "
+            "parallelism inside experts is beside these, in this mesh and in initialize(mesh=...)"
         )
+    together = root[others]
     return together if together.ndim == 1 else flattened(together, "_".join(others))
 
 
