@@ -104,6 +104,7 @@ OTHER_DEFAULTS = {
     # On a CPU this is what DeepSpeed's default, that of torch.autocast, means. On CUDA it would be float16, whose
     # gradients vanish without a loss scale.
     "torch_autocast.dtype": "bfloat16",
+    "data_types.keep_in_fp32_modules": None,  # what "auto" means: those that the model names
 }
 # Keys that mean the same as in DeepSpeed, but which it does not have (any more), or whose sections need them.
 WITHOUT_DEFAULT = {

@@ -231,3 +231,48 @@ def test_parameters_that_are_created_in_zero_init_say_that_they_are_whole():
         assert p.ds_status is deepspeed.zero.ZeroParamStatus.AVAILABLE
     others = [*plain.parameters(), *torch.nn.Linear(2, 2).parameters()]
     assert not any(hasattr(p, "ds_id") for p in others) and model[0].scale.dtype == torch.bfloat16
+
+
+class Router(torch.nn.Module):
+    _keep_in_fp32_modules_strict = ("bias_b*f",)  # as Transformers' models say it
+    _keep_in_fp32_modules = {"third"}  # where float16 is too narrow
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        for name in ("bias_buf", "other", "third"):
+            self.register_buffer(name, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("half", "names", "expected"),
+    [
+        ("bf16", "auto", {"inner.bias_buf"}),
+        ("fp16", "auto", {"inner.bias_buf", "inner.third"}),
+        ("bf16", ["inner.*bias_"], {"inner.bias_buf"}),
+        ("fp16", ["third"], {"inner.third"}),
+        ("bf16", [], set()),
+    ],
+)
+def test_buffers_that_stay_in_float32_are_deepspeeds(half, names, expected):
+    run_ranks(1, check_buffers, half, names, expected)
+
+
+def check_buffers(half: str, names: Any, expected: set[str]) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[half]
+    config = {"train_batch_size": 1, half: {"enabled": True}, "data_types": {"keep_in_fp32_modules": names}}
+
+    def made() -> torch.nn.Module:
+        model = torch.nn.Module()
+        model.inner = Router()
+        model.register_buffer("bias_buf", torch.ones(2))
+        return model
+
+    with deepspeed.zero.Init(dtype=dtype, config_dict_or_path=config):
+        created = made()
+    trained = deepspeed.initialize(model=made().to(dtype), config=config)[0].module
+    for model in (created, trained):
+        found = {name for name, buffer in model.named_buffers() if buffer.dtype is torch.float32}
+        assert found == expected
+    with deepspeed.zero.Init(dtype=dtype, config_dict_or_path=config, enabled=False):
+        assert all(buffer.dtype is torch.float32 for buffer in made().buffers())

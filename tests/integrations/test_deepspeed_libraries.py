@@ -15,6 +15,7 @@ from torch import nn
 
 import terrazzo.deepspeed
 from installed import needs
+from integrations.families import config_of
 from ranks import fresh_values
 from terrazzo.deepspeed.git_version_info import version
 from terrazzo.errors import EngineError
@@ -86,6 +87,26 @@ def check_loading(folder: str) -> None:
     torch.testing.assert_close(engine(input_ids=tokens).logits, model(input_ids=tokens).logits)
 
 
+def check_routers(folder: str) -> None:
+    """Biases that choose experts keep what bfloat16 cannot tell apart."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    model = AutoModelForCausalLM.from_config(config_of("deepseek_v3"))
+    name, bias = next((n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
+    bias.copy_(10 + 0.001 * torch.arange(len(bias)))
+    if torch.distributed.get_rank() == 0:
+        model.save_pretrained(f"{folder}/routers")
+    torch.distributed.barrier()
+    config = {"zero_optimization": {"stage": 3}, "train_batch_size": 2, "bf16": {"enabled": True}}
+    kept = HfDeepSpeedConfig(config)
+    again = AutoModelForCausalLM.from_pretrained(f"{folder}/routers", dtype=torch.bfloat16)
+    del kept
+    assert again.lm_head.weight.dtype is torch.bfloat16
+    engine, *_ = terrazzo.deepspeed.initialize(model=again, config=config)
+    torch.testing.assert_close(engine.module.get_buffer(name), bias, rtol=0, atol=0)
+
+
 def check_accelerate() -> None:
     from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -140,6 +161,7 @@ def check_all(folder: str) -> None:
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
     check_trainer(folder)
     check_loading(folder)
+    check_routers(folder)
     check_accelerate()
 
 

@@ -116,6 +116,12 @@ class Bf16Config(_Section, frozen=True):
     bf16_optimizer_states: bool = False
 
 
+class DataTypesConfig(_Section, frozen=True):
+    """`data_types`: which buffers of 16 bits become float32; None: those that a model of Transformers names itself."""
+
+    keep_in_fp32_modules: tuple[str, ...] | None = None
+
+
 class TensorParallelConfig(_Section, frozen=True):
     """`tensor_parallel`: cut a model of Hugging Face by the plan that it carries, among neighbouring ranks."""
 
@@ -256,6 +262,7 @@ class EngineConfig(_Section, frozen=True):
     fp16: Fp16Config = Fp16Config()
     bf16: Bf16Config = Bf16Config()
     torch_autocast: AutocastConfig = AutocastConfig()
+    data_types: DataTypesConfig = DataTypesConfig()
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
     sparse_gradients: bool = False

@@ -231,7 +231,7 @@ _PRECISION = {
     "data_types.grad_accum_dtype": _warned("gradients add up in float32", "fp32", "float32", "float", "torch.float32"),
     "data_types.param_dtype": _refused("see `bf16` and `fp16`", "fp32", "float32", "auto"),
     "data_types.buffer_dtype": _refused("buffers keep their dtype", "auto"),
-    "data_types.keep_in_fp32_modules": _harmless("it is for buffers, which keep their dtype"),
+    "data_types.keep_in_fp32_modules": _done("of buffers, as in DeepSpeed; others keep their dtype"),
 }
 
 _REPORTS = {

@@ -13,7 +13,8 @@ The optimizer always works on the parameters' shards, in float32 even if the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +145,7 @@ def shard_model(
     _refuse_strangers(model)
     if compute_dtype(config) is not torch.float32:
         _prepare_precision(model, torch.bfloat16 if config.bf16.bf16_master_weights_and_grads else torch.float32)
+        keep_in_fp32(model.modules(), config.data_types.keep_in_fp32_modules)
     unmade = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if unmade and any(not p.is_meta for p in model.parameters()):
         raise EngineConfigError(
@@ -342,6 +344,22 @@ def _prepare_precision(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+
+
+def keep_in_fp32(modules: Iterable[nn.Module], names: Sequence[str] | None) -> None:
+    """Convert buffers of 16 bits to float32 if their names match, with `*` for any characters; None: those that models
+    of Transformers name themselves, such as the biases of a router, which 16 bits are too coarse for."""
+    for module in modules:
+        strict, half = (
+            getattr(module, f"_keep_in_fp32_modules{kind}", None) or () if names is None else names
+            for kind in ("_strict", "")
+        )
+        if not strict and not half:
+            continue
+        for name, buffer in module.named_buffers():
+            wanted = {torch.bfloat16: strict, torch.float16: (*strict, *half)}.get(buffer.dtype, ())
+            if any(re.search(each.replace("*", ".*"), name) for each in wanted):
+                buffer.data = buffer.data.float()
 
 
 @torch.no_grad()

@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from terrazzo.deepspeed.zero.status import mark_as_created
+from terrazzo.engine.config import as_mapping
+from terrazzo.engine.placing import keep_in_fp32
 from terrazzo.layout.drawing import ShownAsCall
 
 
@@ -30,15 +35,26 @@ class Init(ShownAsCall):
         module: A model that exists already: its parameters get the attributes, too.
         dtype: The dtype of new parameters; in stages 1 to 3 they are trained in float32 in any case.
         enabled: If False, nothing happens.
+        config_dict_or_path: The config, of which `data_types.keep_in_fp32_modules` is read: which buffers are made
+            float32, before they get their values.
         options: DeepSpeed's other arguments, for where and how it keeps shards; they have no effect.
     """
 
     def __init__(
-        self, module: nn.Module | None = None, *args: Any, enabled: bool = True, dtype: Any = None, **options: Any
+        self,
+        module: nn.Module | None = None,
+        *args: Any,
+        enabled: bool = True,
+        dtype: Any = None,
+        config_dict_or_path: Any = None,
+        **options: Any,
     ) -> None:
         self._enabled, self._dtype = enabled, dtype if enabled else None
         self._before: torch.dtype | None = None
-        self._hook: Any = None
+        self._hooks: list[Any] = []
+        self._parents: dict[nn.Module, None] = {}  # of modules that are created
+        names = (as_mapping(config_dict_or_path or {}).get("data_types") or {}).get("keep_in_fp32_modules", "auto")
+        self._in_fp32 = None if names == "auto" else names
         for parameter in module.parameters() if module is not None and enabled else ():
             mark_as_created(parameter)
 
@@ -47,7 +63,10 @@ class Init(ShownAsCall):
             self._before = torch.get_default_dtype()
             torch.set_default_dtype(self._dtype)
         if self._enabled:
-            self._hook = register_module_parameter_registration_hook(lambda _, __, p: mark_as_created(p))
+            self._hooks = [
+                register_module_parameter_registration_hook(lambda _, __, p: mark_as_created(p)),
+                register_module_module_registration_hook(lambda parent, _, __: self._parents.setdefault(parent)),
+            ]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -55,8 +74,10 @@ class Init(ShownAsCall):
         if self._before is not None:
             torch.set_default_dtype(self._before)
             self._before = None
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+        keep_in_fp32(self._parents, self._in_fp32)
+        self._parents.clear()
 
 
 def zero_wrapper_for_fp_tensor_constructor(
