@@ -154,8 +154,16 @@ def check_loss_outside() -> None:
 
 def check_other_labels() -> None:
     """Labels that are not shifted: the loss is one device's, or it is refused."""
-    from transformers import LlamaConfig, LlamaForSequenceClassification, LlamaForTokenClassification
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        LlamaForSequenceClassification,
+        LlamaForTokenClassification,
+    )
 
+    unclipped = settings(train_batch_size=2, sequence_parallel_size=2, gradient_clipping=0.0)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 29, "pad_token_id": 0}
     config = LlamaConfig(**sizes, num_attention_heads=2, num_labels=3, is_causal=True)
     ids = torch.randint(1, 29, (2, SEQUENCE), generator=torch.Generator().manual_seed(4))
@@ -168,6 +176,28 @@ def check_other_labels() -> None:
     labels[:, :3] = -100
     with pytest.raises(EngineError, match=r"have \[10, 14\] labels that count .* outside of the model"):
         engine(input_ids=ids, labels=labels)
+    small = GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=29, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+    alone = drawn(lambda: GPT2LMHeadModel(small))  # Transformers does not know its loss by its name
+    expected = alone(input_ids=ids, labels=ids).loss
+    expected.backward()
+    engine = initialize(drawn(lambda: GPT2LMHeadModel(small)), config=unclipped)
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for (name, p), wanted in zip(engine.module.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), wanted.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+    class Mine(LlamaForCausalLM):
+        def forward(self, labels: Tensor, position_ids: Any = None, **more: Any) -> Any:
+            logits = LlamaForCausalLM.forward(self, position_ids=position_ids, input_ids=more["input_ids"]).logits
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    with pytest.raises(EngineError, match="computes its loss by itself, of each part alone"):
+        initialize(Mine(config), config=unclipped)(input_ids=ids, labels=ids)
+    config.is_encoder_decoder = True  # T5Gemma 2 is told positions, those of its encoder
+    with pytest.raises(EngineError, match="has an encoder and a decoder, with sequences of their own"):
+        initialize(LlamaForCausalLM(config), config=unclipped)(input_ids=ids, labels=ids)
+    config.is_encoder_decoder = False
     of_all = initialize(
         LlamaForSequenceClassification(config), config=settings(train_batch_size=2, sequence_parallel_size=2)
     )

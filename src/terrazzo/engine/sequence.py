@@ -31,6 +31,7 @@ _OF_WHOLE = (
     *("ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentence", "ForPreTrain"),
     *("DoubleHeads", "ForImageClassification", "ForAudioClassification", "ForXVector", "ForCTC", "Retrieval"),
 )
+_NOT_SHIFTED = ("ForMaskedLM", "ForTokenClassification")  # whose loss is a mean over positions, whoever computes it
 _FOR_WHOLE = ("start_positions", "end_positions", "next_sentence_label")
 
 
@@ -46,9 +47,10 @@ class SharedSequences:
         loss = getattr(module, "loss_function", None)
         self._kind = _kind_of(module)
         self._of_transformers = loss is not None and hasattr(module, "config")
-        type_of_loss = getattr(module, "loss_type", None)  # None: unknown, and Transformers' default is ForCausalLMLoss
-        is_default = type_of_loss is not None and getattr(loss, "__name__", "") == "ForCausalLMLoss"
-        self._shifts = is_default or "ForCausalLM" in str(type_of_loss) or "ForCausalLM" in self._kind
+        type_of_loss = str(getattr(module, "loss_type", None))
+        is_default = getattr(loss, "__name__", "") == "ForCausalLMLoss"
+        self._computes_loss = not _calls_loss_function(type(module)) and type_of_loss not in _NOT_SHIFTED
+        self._shifts = is_default or "ForCausalLM" in type_of_loss or "ForCausalLM" in self._kind
         is_causal = getattr(getattr(module, "config", None), "is_causal", True)
         self._is_causal = is_causal and any(getattr(m, "is_causal", False) for m in module.modules())
 
@@ -126,9 +128,19 @@ class SharedSequences:
                 f"sequence_parallel_size: a {kind} does not take position_ids, so each rank would count the positions "
                 "of its part from 0: use another model, or leave the key out"
             )
+        if getattr(self._module.config, "is_encoder_decoder", False):
+            raise EngineError(
+                f"sequence_parallel_size: a {kind} has an encoder and a decoder, with sequences of their own: use "
+                "another model, or leave the key out"
+            )
         if kwargs.get("position_ids") is None:
             kwargs["position_ids"] = torch.arange(length, device=first.device).expand(first.shape[0], length)
         labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
+        if labels is not None and self._computes_loss:
+            raise EngineError(
+                f"sequence_parallel_size: a {kind} computes its loss by itself, of each part alone, which may not be "
+                "that of the whole sequence: compute the loss outside of the model, see Engine.sequences"
+            )
         if labels is not None and self._shifts:
             if kwargs.get("shift_labels") is None:
                 kwargs["shift_labels"] = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:].contiguous()
@@ -190,6 +202,16 @@ def _kind_of(module: nn.Module) -> str:
     """The name of a module's class: of Transformers' own, if a user's class or that of `fully_shard` is built on it."""
     names = [kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("transformers")]
     return names[0] if names else type(module).__name__
+
+
+def _calls_loss_function(kind: type) -> bool:
+    """Whether a model's forward leaves its loss to Transformers' function, which knows the labels of all parts."""
+    for forward in (vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each)):
+        code = getattr(inspect.unwrap(forward), "__code__", None)
+        names = () if code is None else code.co_names
+        if "super" not in names:
+            return "loss_function" in names
+    return False
 
 
 def _refuse_prompts(module: Any) -> None:
