@@ -1,8 +1,8 @@
 """From a rank's death to the first step after it: `terrazzo train` with its engine and manager, beside plain torchrun
 with `fully_shard` and `torch.distributed.checkpoint`.
 
-Each run is a job of two ranks, of which one is killed (`recovery_run`).  The cases look at the same runs, so the phases
-of one run add up.
+Each run is a job of two or four ranks, of which one is killed (`recovery_run`). Cases of as many ranks look at the
+same runs, so the phases of one run add up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ script = "{script}"
 arguments = ["terrazzo", "{folder}", "{width}"]
 checkpoints = {{ folder = "{folder}/checkpoints", save = 1 }}
 [ranks]
-per_host = 2
+per_host = {ranks}
 [engine]
 train_batch_size = 16
 optimizer = {{ type = "AdamW", params = {{ lr = 1e-3 }} }}
@@ -33,24 +33,24 @@ zero_optimization = {{ stage = 3 }}
 """
 
 
-def job_of(whose: str, folder: Path, width: int) -> list[str]:
+def job_of(whose: str, folder: Path, width: int, ranks: int) -> list[str]:
     """The command that runs a job."""
     script = ROOT / "benchmarks" / "recovery_run.py"
     run = folder / "run.toml"
-    run.write_text(RUN.format(script=script, folder=folder, width=width))
+    run.write_text(RUN.format(script=script, folder=folder, width=width, ranks=ranks))
     if whose == "terrazzo":
         return [sys.executable, "-m", "terrazzo", "train", str(run)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    return [*torchrun, str(script), str(run), "torch", str(folder), str(width)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*torchrun, "--max-restarts=3", str(script), str(run), "torch", str(folder), str(width)]
 
 
-def recover(whose: str, folder: Path, width: int) -> dict[str, float]:
+def recover(whose: str, folder: Path, width: int, ranks: int = 2) -> dict[str, float]:
     """Run a job; when its first rank reached which point of going on, in seconds after the fault."""
     folder.mkdir(parents=True)
     # Without the second setting PyTorch 2.13 gives ranks that are started again the addresses of those that died.
     settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(
-        job_of(whose, folder, width), env=os.environ | settings, capture_output=True, text=True, timeout=LIMIT
+        job_of(whose, folder, width, ranks), env=os.environ | settings, capture_output=True, text=True, timeout=LIMIT
     )
     if done.returncode:
         raise RuntimeError(f"{whose}: the job ended with status {done.returncode}:\n{done.stderr[-4000:]}")
@@ -65,14 +65,14 @@ def recover(whose: str, folder: Path, width: int) -> dict[str, float]:
 _run = cache(recover)
 
 
-def _phase(setting: Setting, first: str, last: str) -> Implementations:
+def _phase(setting: Setting, first: str, last: str, ranks: int = 2) -> Implementations:
     width = 128 if setting.quick else 1024
 
     def measured(whose: str) -> Callable[[], float]:
         numbers = iter(range(1_000_000))
 
         def seconds() -> float:
-            points = _run(whose, setting.folder.parent / f"recovery-{whose}-{next(numbers)}", width)
+            points = _run(whose, setting.folder.parent / f"recovery-{whose}-{ranks}-{next(numbers)}", width, ranks)
             return points[last] - points[first]
 
         return seconds
@@ -84,6 +84,12 @@ def _phase(setting: Setting, first: str, last: str) -> Implementations:
 def to_first_step(setting: Setting) -> Implementations:
     """All of it: 8 million parameters with AdamW on 2 ranks."""
     return _phase(setting, "fault", "stepped")
+
+
+@case(unit="seconds", repetitions=3)
+def to_first_step_of_4(setting: Setting) -> Implementations:
+    """The same on 4 ranks."""
+    return _phase(setting, "fault", "stepped", ranks=4)
 
 
 @case(unit="seconds", repetitions=3)
