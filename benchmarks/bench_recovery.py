@@ -44,7 +44,7 @@ def job_of(whose: str, folder: Path, width: int, ranks: int) -> list[str]:
     return [*torchrun, "--max-restarts=3", str(script), str(run), "torch", str(folder), str(width)]
 
 
-def recover(whose: str, folder: Path, width: int, ranks: int = 2) -> dict[str, float]:
+def recover(whose: str, folder: Path, width: int, ranks: int) -> dict[str, float]:
     """Run a job; when its first rank reached which point of going on, in seconds after the fault."""
     folder.mkdir(parents=True)
     # Without the second setting PyTorch 2.13 gives ranks that are started again the addresses of those that died.

@@ -207,8 +207,7 @@ class CheckpointException(CheckpointError):
 
     Where every rank that failed raised one of terrazzo's exceptions, this is an exception of that type, too, and a
     `CheckpointIOError` where the system refused something: `except CheckpointCorruptError` and `except CommTimeout`
-    catch it. It is also PyTorch's exception of this name, if
-    `torch.distributed.checkpoint.api` has been imported.
+    catch it. It is also PyTorch's exception of this name, if `torch.distributed.checkpoint.api` has been imported.
     """
 
     def __init__(self, message: str, failures: dict[int, tuple[BaseException, StackSummary]]) -> None:

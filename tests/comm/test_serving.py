@@ -78,13 +78,14 @@ def test_a_call_may_take_longer_than_the_time_limit(monkeypatch: pytest.MonkeyPa
         assert client.call("sleep", 1.2) == "awake"
 
 
-def test_a_process_that_is_busy_is_waited_for() -> None:
+def test_a_process_that_is_busy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_SECONDS", 0.05)  # which is not for the greeting
     with socket.create_server(("127.0.0.1", 0)) as busy:
         client = Client(Address(*busy.getsockname()[:2], b"s"), 60.0)
         with ThreadPoolExecutor(1) as pool:
             called = pool.submit(client.call, "add", 1, 1)
             with busy.accept()[0] as connection:
-                time.sleep(6)  # its threads get no turn
+                time.sleep(0.5)  # its threads get no turn
                 connection.sendall(b"not a greeting" * 20)
             with pytest.raises(OSError, match="did not ask for a secret, so it is another server"):
                 called.result()

@@ -50,9 +50,9 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
     @property
     def kind_raised(self) -> str:
         """The name of the class that the error of all ranks has by this failure."""
-        known = getattr(builtins, self.kind, object)
-        system = isinstance(known, type) and issubclass(known, (OSError, EOFError))
-        return CheckpointIOError.__name__ if system else self.kind
+        like = self.exception()
+        of_system = isinstance(like, OSError | EOFError) and not isinstance(like, TerrazzoError)
+        return CheckpointIOError.__name__ if of_system else self.kind
 
     def exception(self) -> BaseException:
         """An exception like the one that was raised: of the same type, if it is ours or a builtin one."""
