@@ -235,16 +235,15 @@ def check_cases() -> None:
         train(name, *WAYS[i % 3], steps=4)
 
 
-def check_all_cases() -> None:
-    ways = list(WAYS)
-    if dist.get_world_size() == 4:
-        ways += [
-            ({"mesh": init_device_mesh(device_type(), (2, 2))}, 0, 2, False),
-            ({"reshard_after_forward": 2}, 0, 1, True),
-        ]
+WAYS_OF_4 = [*WAYS, ({"mesh": (2, 2)}, 0, 2, False), ({"reshard_after_forward": 2}, 0, 1, True)]
+
+
+def check_all_cases(way: int) -> None:
+    options, *others = WAYS_OF_4[way]
+    if "mesh" in options:
+        options = options | {"mesh": init_device_mesh(device_type(), options["mesh"])}
     for name in CASES:
-        for way in ways:
-            train(name, *way, steps=10)
+        train(name, options, *others, steps=10)
 
 
 def test_losses_that_reach_other_groups_on_other_ranks():
@@ -252,6 +251,8 @@ def test_losses_that_reach_other_groups_on_other_ranks():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", [2, 4])
-def test_losses_that_reach_other_groups_in_every_way(world):
-    run_ranks(world, check_all_cases)
+@pytest.mark.parametrize(
+    ("world", "way"), [(2, way) for way in range(len(WAYS))] + [(4, way) for way in range(len(WAYS_OF_4))]
+)
+def test_losses_that_reach_other_groups_in_every_way(world, way):
+    run_ranks(world, check_all_cases, way)
