@@ -84,6 +84,55 @@ def test_models_of_hugging_face_are_cut_by_their_plans() -> None:
     fresh_values(4, check, timeout=200)
 
 
+def check_sixteen_bits() -> None:
+    """Weights, gradients and the optimizer's state in bfloat16: the same as a model that is bfloat16 itself."""
+    warnings.simplefilter("ignore")
+    terrazzo.install()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 31}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = torch.randint(31, (4, 6), generator=torch.Generator().manual_seed(1))
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    config = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.5}},
+        "bf16": bf16,
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    one = drawn(lambda: LlamaForCausalLM(LlamaConfig(**sizes))).bfloat16()
+    steps = torch.optim.SGD(one.parameters(), lr=0.5, momentum=0.5)
+    expected = []
+    for _ in range(3):
+        loss = one(input_ids=ids, labels=ids).loss
+        loss.backward()
+        expected.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+        steps.step()
+        steps.zero_grad()
+    for stage in (1, 3):
+        engine = initialize(
+            drawn(lambda: LlamaForCausalLM(LlamaConfig(**sizes))),
+            config={**config, "zero_optimization": {"stage": stage}},
+        )
+        mine = ids[engine.ranks.samples.index :: engine.ranks.samples.size]
+        losses = []
+        for _ in range(3):
+            loss = engine(input_ids=mine, labels=mine).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(averaged(loss.detach().float()))
+        assert losses == pytest.approx(expected, rel=5e-3) and losses[-1] < losses[0], (stage, losses, expected)
+        states = [t for state in engine.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        assert len(states) == len(list(one.parameters()))
+        assert all(t.dtype is torch.bfloat16 for t in (*states, *engine.module.parameters()))
+
+
+@pytest.mark.long
+def test_models_in_sixteen_bits_are_cut_by_their_plans() -> None:
+    fresh_values(4, check_sixteen_bits, timeout=200)
+
+
 def not_installed() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
