@@ -94,6 +94,8 @@ def check_rule(
     missing = [way for way in check.possible() if way[0] not in known]
     report = RuleReport(*(tuple(sorted(map(_shown, ways))) for ways in (right, wrong, missing)))
     name = canonical_name(function)[0]
+    if not allowed:
+        raise AssertionError(f"the rule of {name} does not fit this call: its tensors would be gathered first")
     found = [f"wrong: {way}, whose parts do not make up the result of one device" for way in report.wrong]
     found += [f"missing: {way}" for way in report.missing if not missing_ok]
     if found:

@@ -126,6 +126,8 @@ def test_a_wrong_and_a_missing_loop_are_found():
         register_loops(op, "mk -> mk", whole="k", linear="each")
         report = check_rule(op, x)
         assert set(report.right) == {"R -> R", "S(0) -> S(0)", "P(sum) -> P(sum)"}
+        with pytest.raises(AssertionError, match="does not fit this call: its tensors would be gathered"):
+            check_rule(op, torch.randn(2, 4, 6), missing_ok=True)
     finally:
         unregister_sharding(op)
 
