@@ -117,7 +117,7 @@ def async_rounds(path: str, kind: AsyncCheckpointerType) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.on_late(sample=True)
 def test_ranks_save_in_the_background(tmp_path: Path, kind: AsyncCheckpointerType) -> None:
-    run_ranks(2, async_rounds, str(tmp_path), kind, timeout=120)
+    run_ranks(2, async_rounds, str(tmp_path), kind)
 
 
 def unseen_error(path: str) -> list[str]:

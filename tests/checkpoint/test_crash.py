@@ -156,7 +156,7 @@ def _names(text: str) -> set[str]:
 @pytest.mark.parametrize("fault", ["EIO", "ENOSPC"])
 def test_every_operation_fails_in_turn(old: Path, tmp_path: Path, fault: str) -> None:
     for rank in (0, 1):
-        problems = run_ranks(2, fail_everywhere, str(old), str(tmp_path), rank, fault, timeout=120)
+        problems = run_ranks(2, fail_everywhere, str(old), str(tmp_path), rank, fault)
         assert problems == [[], []]
 
 

@@ -393,7 +393,7 @@ def test_hpz_gathers_among_neighbours():
 
 
 def test_sharding_within_a_group():
-    run_ranks(4, check_sharding_within_a_group, timeout=120)
+    run_ranks(4, check_sharding_within_a_group)
 
 
 def check_unmanaged() -> None:

@@ -47,7 +47,7 @@ def test_groups_of_neighbours_see_the_same(tmp_path):
     """On four ranks, where two are neighbours."""
     theirs = run_fresh(4, check_theirs, ["neighbours"], str(tmp_path), timeout=400)
     assert all(outcome.ok for outcome in theirs), "\n".join(map(str, theirs))
-    ours = run_ranks(4, check_ours, ["neighbours"], str(tmp_path), timeout=120)[0]
+    ours = run_ranks(4, check_ours, ["neighbours"], str(tmp_path))[0]
     load("same").differences(theirs[0].value, ours)
 
 
@@ -71,7 +71,7 @@ def test_ten_kinds_of_programs(tmp_path):
     assert all(outcome.ok for outcome in theirs), "\n".join(map(str, theirs))
     found = theirs[0].value
     assert len(found) == 10
-    for name, values in run_ranks(2, check_examples, False, str(tmp_path), timeout=120)[0].items():
+    for name, values in run_ranks(2, check_examples, False, str(tmp_path))[0].items():
         limit = EXAMPLES.get(name, 1e-4)
         torch.testing.assert_close(
             values, found[name], rtol=limit, atol=limit, msg=lambda text, name=name: f"{name}: {text}"
@@ -82,7 +82,7 @@ def test_ten_kinds_of_programs(tmp_path):
 @pytest.mark.cpu_only("DeepSpeed reads what was saved")
 @pytest.mark.skipif(not deepspeed_is_installed(), reason="DeepSpeed is not installed: make deepspeed")
 def test_deepspeed_goes_on_from_our_experts(tmp_path):
-    ours = run_ranks(2, check_ours, ["experts_of_ours"], str(tmp_path), timeout=120)[0]
+    ours = run_ranks(2, check_ours, ["experts_of_ours"], str(tmp_path))[0]
     theirs = run_fresh(2, check_theirs, ["experts_of_ours"], str(tmp_path), timeout=400)
     assert all(outcome.ok for outcome in theirs), "\n".join(map(str, theirs))
     load("same").differences(theirs[0].value, ours)
@@ -94,5 +94,5 @@ def test_scripts_see_the_same(tmp_path):
     # DeepSpeed's ranks are killed afterwards: what it leaves behind can abort an interpreter that ends.
     theirs = run_fresh(2, check_theirs, IN_THE_SUITE, str(tmp_path), timeout=400)
     assert all(outcome.ok for outcome in theirs), "\n".join(map(str, theirs))
-    ours = run_ranks(2, check_ours, IN_THE_SUITE, str(tmp_path), timeout=120)[0]
+    ours = run_ranks(2, check_ours, IN_THE_SUITE, str(tmp_path))[0]
     assert set(load("same").differences(theirs[0].value, ours)) == set(IN_THE_SUITE)

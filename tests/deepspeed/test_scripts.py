@@ -172,7 +172,7 @@ def check_wrong_backward() -> None:
 
 
 def test_loss_backward_gives_the_right_gradients_or_an_error():
-    run_ranks(2, check_direct_backward, timeout=120)
+    run_ranks(2, check_direct_backward)
     run_ranks(2, check_wrong_backward)
 
 

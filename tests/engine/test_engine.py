@@ -43,7 +43,7 @@ def check_stages() -> list[list[float]]:
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_stage_trains_like_one_process(world):
-    for runs in run_ranks(world, check_stages, timeout=120):
+    for runs in run_ranks(world, check_stages):
         assert len(runs) == 8
 
 
@@ -108,7 +108,7 @@ def check_sixteen_bits() -> None:
 
 
 def test_bfloat16():
-    run_ranks(2, check_sixteen_bits, timeout=120)
+    run_ranks(2, check_sixteen_bits)
 
 
 def check_all_sixteen_bits(folder: str) -> None:
@@ -145,7 +145,7 @@ def check_all_sixteen_bits(folder: str) -> None:
 
 
 def test_parameters_and_optimizer_in_bfloat16(tmp_path):
-    run_ranks(2, check_all_sixteen_bits, str(tmp_path), timeout=120)
+    run_ranks(2, check_all_sixteen_bits, str(tmp_path))
 
 
 def check_float16() -> None:
@@ -169,7 +169,7 @@ def check_float16() -> None:
 
 
 def test_float16_skips_and_counts_steps_that_overflow():
-    run_ranks(2, check_float16, timeout=120)
+    run_ranks(2, check_float16)
 
 
 def check_scale_exhausted() -> None:

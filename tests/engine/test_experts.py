@@ -171,7 +171,7 @@ def check_resume(folder: str, degree: int, stage: int) -> list[float]:
 
 
 def test_experts_train_in_every_stage_and_resume_on_every_degree(tmp_path):
-    run_ranks(4, check_stages, str(tmp_path), timeout=120)
+    run_ranks(4, check_stages, str(tmp_path))
     expected = train_plainly()[0][BEFORE:]
     for saved, world, degree, stage in (("3-2", 2, 2, 2), ("0-2", 4, 4, 3), ("1-4", 1, 1, 0), ("2-2", 2, 1, 1)):
         for losses in run_ranks(world, check_resume, str(tmp_path / saved), degree, stage):

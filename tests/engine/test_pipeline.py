@@ -172,7 +172,7 @@ def check_training(depth: int, runs: list[tuple[Any, int]]) -> None:
     ],
 )
 def test_every_stage_and_schedule_trains_like_one_process(world, depth, schedules):
-    run_ranks(world, check_training, depth, schedules, timeout=120)
+    run_ranks(world, check_training, depth, schedules)
 
 
 def check_traced() -> None:
@@ -188,7 +188,7 @@ def check_traced() -> None:
 
 
 def test_stages_that_pytorch_has_cut_out_of_the_whole_model():
-    run_ranks(2, check_traced, timeout=120)
+    run_ranks(2, check_traced)
 
 
 def check_sixteen_bits() -> None:
@@ -220,8 +220,8 @@ def check_overflow() -> None:
 
 @pytest.mark.long
 def test_sixteen_bits_and_overflow_decided_by_all_stages():
-    run_ranks(4, check_sixteen_bits, timeout=120)
-    run_ranks(4, check_overflow, timeout=120)
+    run_ranks(4, check_sixteen_bits)
+    run_ranks(4, check_overflow)
 
 
 # ------------------------------------------------------------------ checkpoints

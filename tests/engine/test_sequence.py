@@ -104,7 +104,7 @@ def check_llama(world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_model_of_hugging_face(world):
-    run_ranks(world, check_llama, world, timeout=120)
+    run_ranks(world, check_llama, world)
 
 
 class WithPlaces(nn.Module):
@@ -299,4 +299,4 @@ def check_outside_and_labels() -> None:
 
 
 def test_a_loss_outside_of_the_model_and_what_is_refused():
-    run_ranks(2, check_outside_and_labels, timeout=120)
+    run_ranks(2, check_outside_and_labels)

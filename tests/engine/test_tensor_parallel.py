@@ -139,7 +139,7 @@ def resume(folder: str, shape: tuple[int, int], stage: int) -> list[float]:
 
 
 def test_a_gpt_trains_in_every_stage_and_resumes_in_every_shape(tmp_path):
-    run_ranks(4, check_stages, str(tmp_path), timeout=120)
+    run_ranks(4, check_stages, str(tmp_path))
     stored = Checkpoint(tmp_path / "3" / f"global_step{BEFORE}").state_dict()
     assert (stored["dp_world_size"], stored["mp_world_size"]) == (2, 2)
     # Cut into the rows of two tensor-parallel ranks, and each of these among two data-parallel ones.
@@ -192,4 +192,4 @@ def save_plain(folder: str) -> None:
 
 def test_tensor_parallel_stages_of_a_pipeline(tmp_path):
     run_ranks(1, save_plain, str(tmp_path))
-    run_ranks(4, check_with_pipeline, str(tmp_path), timeout=120)
+    run_ranks(4, check_with_pipeline, str(tmp_path))

@@ -77,7 +77,7 @@ def losses_of(name: str) -> tuple[list[float], int]:
 
 def ends_of(name: str) -> tuple[float, float, int]:
     """The mean losses of the first and of the last steps, and the bytes sent."""
-    losses, moved = run_ranks(RANKS, losses_of, name, timeout=300)[0]
+    losses, moved = run_ranks(RANKS, losses_of, name)[0]
     return sum(losses[:LAST]) / LAST, sum(losses[-LAST:]) / LAST, moved
 
 

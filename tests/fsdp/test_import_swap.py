@@ -49,4 +49,4 @@ def check(folder: str) -> None:
 
 @pytest.mark.long
 def test_a_program_of_torchs_runs_with_its_imports_changed(tmp_path):
-    run_ranks(4, check, str(tmp_path), timeout=120)
+    run_ranks(4, check, str(tmp_path))

@@ -90,4 +90,4 @@ def check_schedules() -> None:
 
 
 def test_gradients_of_every_schedule_are_those_of_one_process():
-    run_ranks(4, check_schedules, timeout=300)
+    run_ranks(4, check_schedules)

@@ -451,4 +451,4 @@ def check_odd_modules() -> None:
 
 
 def test_modules_without_forward_and_compiled_ones():
-    run_ranks(2, check_odd_modules, timeout=120)
+    run_ranks(2, check_odd_modules)

@@ -84,7 +84,7 @@ def check_step_of_one_rank() -> None:
 
 
 def test_an_optimizer_that_one_rank_has_changes_no_gather_of_a_model():
-    run_ranks(2, check_step_of_one_rank, timeout=60)
+    run_ranks(2, check_step_of_one_rank)
 
 
 def check_step_in_a_thread() -> None:
@@ -101,4 +101,4 @@ def check_step_in_a_thread() -> None:
 
 
 def test_an_optimizer_in_a_thread_that_waits_for_what_ranks_ran_keeps_nobody_from_waiting_for_it():
-    run_ranks(2, check_step_in_a_thread, timeout=60)
+    run_ranks(2, check_step_in_a_thread)

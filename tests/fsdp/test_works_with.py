@@ -126,7 +126,7 @@ def check_compile() -> None:
 
 
 def test_compiled_blocks():
-    run_ranks(2, check_compile, timeout=120)
+    run_ranks(2, check_compile)
 
 
 def check_compiled_root() -> None:
@@ -148,7 +148,7 @@ def check_compiled_root() -> None:
 
 
 def test_a_compiled_root():
-    run_ranks(2, check_compiled_root, timeout=120)
+    run_ranks(2, check_compiled_root)
 
 
 def check_grad_scaler() -> None:

@@ -248,7 +248,7 @@ def main() -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
-        compared = run_ranks(4, check, server, folder, modules, address, timeout=240)
+        compared = run_ranks(4, check, server, folder, modules, address)
         print(f"{server}: parameters compared on each rank, those that train first: {compared}")
 
 

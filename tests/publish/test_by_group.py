@@ -112,7 +112,7 @@ def check_layouts(dtype: torch.dtype) -> int:
 
 def test_from_fully_shard_to_tensor_parallel():
     for dtype in (torch.float32, torch.bfloat16):
-        assert sum(run_ranks(4, check_layouts, dtype, timeout=60)) == 0
+        assert sum(run_ranks(4, check_layouts, dtype)) == 0
 
 
 def check_other_degree_and_fused_names() -> None:
@@ -153,7 +153,7 @@ def check_other_degree_and_fused_names() -> None:
 
 
 def test_other_degrees_names_and_mistakes():
-    run_ranks(4, check_other_degree_and_fused_names, timeout=60)
+    run_ranks(4, check_other_degree_and_fused_names)
 
 
 def train(address: str) -> list[float]:
@@ -186,7 +186,7 @@ def test_two_jobs_join():
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     with ThreadPoolExecutor(2) as pool:
         serving = pool.submit(run_ranks, 1, serve, address, timeout=60)
-        trained = run_ranks(2, train, address, timeout=60)
+        trained = run_ranks(2, train, address)
     assert trained[0] == serving.result()[0] == [x + 1.0 for x in range(35)]
 
 

@@ -29,7 +29,7 @@ def training(sizes: dict[str, int | bool], steps: int, batch: int, names: list[s
     print("| parallelism | mesh | loss | gradient | norm |")
     print("|---|---|---|---|---|")
     for name in names:
-        rows = [row for rank in run_ranks(4, train_both, name, sizes, steps, batch, timeout=120) for row in rank]
+        rows = [row for rank in run_ranks(4, train_both, name, sizes, steps, batch) for row in rank]
         loss, gradient, norm = (max(row[i] for row in rows) for i in (0, 1, 3))
         mesh = " x ".join(map(str, WAYS[name].mesh))
         print(f"| {name} | {mesh} | {loss:.1e} | {gradient:.1e} | {norm:.1e} |")
@@ -41,7 +41,7 @@ def techniques() -> None:
     for technique in ("reentrant", "non-reentrant", "gradient penalty", "accumulation", "autocast"):
         cells = []
         for name in SOME_WAYS:
-            results = run_ranks(4, gradients_of, name, technique, timeout=120)
+            results = run_ranks(4, gradients_of, name, technique)
             cells.append(" / ".join(f"{max(result[i] for result in results):.1e}" for i in (0, 1)))
         print(f"| {technique} | " + " | ".join(cells) + " |")
 
@@ -60,7 +60,7 @@ def main() -> None:
     print("bfloat16 autocast, whose own rounding is what differs.\n")
     techniques()
     print("\n## Against PyTorch's own styles\n\nThe same plan by `torch.distributed.tensor.parallel`:", end=" ")
-    results = run_ranks(4, against_torch, timeout=120)
+    results = run_ranks(4, against_torch)
     loss, gradient = (max(result[i] for result in results) for i in (0, 1))
     print(f"the loss differs by {loss:.1e}, the gradients by {gradient:.1e}.")
     close_all()

@@ -95,7 +95,7 @@ def written(mesh_shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("mesh_shape", [(4,), pytest.param((2, 2), marks=pytest.mark.long)])
 def test_writes_through_aliases_are_as_on_one_device(mesh_shape: tuple[int, ...]) -> None:
-    run_ranks(4, written, mesh_shape, timeout=180)
+    run_ranks(4, written, mesh_shape)
 
 
 def own_memory() -> None:

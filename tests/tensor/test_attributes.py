@@ -62,7 +62,7 @@ def ask_alone() -> dict[str, Any]:
 
 
 def test_one_rank_may_ask_for_any_attribute() -> None:
-    assert run_ranks(2, ask_alone, timeout=60)[0] == {}
+    assert run_ranks(2, ask_alone)[0] == {}
 
 
 def check_hooks_and_grad_dtype() -> None:

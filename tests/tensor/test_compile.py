@@ -123,7 +123,7 @@ def train(backend: str, tolerance: float) -> None:
 
 
 def test_a_tensor_parallel_block_trains_as_the_eager_one_in_one_graph():
-    run_ranks(2, train, "aot_eager", 1e-6, timeout=300)
+    run_ranks(2, train, "aot_eager", 1e-6)
 
 
 @pytest.mark.long  # a minute of C++; the layers below are of the same kinds
@@ -244,7 +244,7 @@ def modules() -> None:
 
 @pytest.mark.long
 def test_buffers_dropout_recomputation_ties_and_copies():
-    run_ranks(2, modules, timeout=240)
+    run_ranks(2, modules)
 
 
 # ------------------------------------------------------------------ functions
@@ -318,7 +318,7 @@ def functions() -> None:
 
 
 def test_arguments_results_closures_and_writes():
-    run_ranks(2, functions, timeout=240)
+    run_ranks(2, functions)
 
 
 def reduced_precision() -> None:
@@ -341,7 +341,7 @@ def reduced_precision() -> None:
 
 
 def test_autocast_as_in_eager():
-    run_ranks(2, reduced_precision, timeout=240)
+    run_ranks(2, reduced_precision)
 
 
 # ------------------------------------------------------------------ several graphs
@@ -401,7 +401,7 @@ def recompiles() -> None:
 
 
 def test_what_makes_another_graph():
-    run_ranks(2, recompiles, timeout=240)
+    run_ranks(2, recompiles)
 
 
 def in_blocks(x: torch.Tensor) -> torch.Tensor:
@@ -480,7 +480,7 @@ def test_code_of_inductor_has_every_size_that_backward_needs():
 
 
 def test_sizes_that_change_inside_fully_shard():
-    run_ranks(2, blocks_of_all_lengths, timeout=240)
+    run_ranks(2, blocks_of_all_lengths)
 
 
 def blocks_of_all_lengths() -> None:
@@ -623,7 +623,7 @@ def refusals() -> None:
 
 
 def test_what_cannot_be_captured_says_where_or_runs_eagerly():
-    run_ranks(2, refusals, timeout=240)
+    run_ranks(2, refusals)
 
 
 # ------------------------------------------------------------------ with others
@@ -679,7 +679,7 @@ def sharded(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["module", "forward", "root"])
 def test_inside_fully_shard(way):
-    run_ranks(2, sharded, way, timeout=240)
+    run_ranks(2, sharded, way)
 
 
 class Gathered(nn.Module):
@@ -717,7 +717,7 @@ def gathered_in_the_graph() -> None:
 
 
 def test_whole_sharded_models_are_one_graph():
-    run_ranks(2, gathered_in_the_graph, timeout=240)
+    run_ranks(2, gathered_in_the_graph)
 
 
 def around() -> None:
@@ -748,7 +748,7 @@ def around() -> None:
 
 
 def test_under_checkpointing_and_other_compilers():
-    run_ranks(2, around, timeout=240)
+    run_ranks(2, around)
 
 
 class Twice(nn.Linear):

@@ -135,4 +135,4 @@ def beside() -> None:
 
 
 def test_other_threads_train_while_a_program_is_captured():
-    run_ranks(1, beside, timeout=120)
+    run_ranks(1, beside)

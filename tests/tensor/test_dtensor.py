@@ -354,7 +354,7 @@ def writes() -> None:
 
 
 def test_writes_equal_one_device() -> None:
-    run_ranks(4, writes, timeout=90)
+    run_ranks(4, writes)
 
 
 def refused_writes() -> None:
@@ -681,7 +681,7 @@ def test_formatting_does_not_communicate() -> None:
 
 
 def test_reading_equals_one_device() -> None:
-    run_ranks(4, reading, timeout=90)
+    run_ranks(4, reading)
 
 
 # ------------------------------------------------------------------ copies

@@ -163,7 +163,7 @@ SHORT_RUNS = [(name, 4) for name in WAYS if name not in LONG]
     ("name", "steps"), [*SHORT_RUNS, *(pytest.param(name, STEPS, marks=pytest.mark.long) for name in WAYS)]
 )
 def test_gpt_trains_as_on_one_device(name, steps):
-    for rows in run_ranks(4, train_both, name, {}, steps, timeout=120):
+    for rows in run_ranks(4, train_both, name, {}, steps):
         assert len(rows) == steps
         for loss, gradient, where, norm in rows:
             assert loss < TOLERANCE
@@ -177,7 +177,7 @@ UNEVEN = {"vocabulary": 61, "width": 24, "heads": 3, "length": 7}
 @pytest.mark.parametrize("name", ways(name for name in WAYS if "sequence" not in name and "plain" not in name))
 def test_uneven_words_heads_and_samples(name):
     """Three heads, 61 words and five samples do not divide among four ranks; one rank has no samples."""
-    for rows in run_ranks(4, train_both, name, UNEVEN, 2, 5, timeout=120):
+    for rows in run_ranks(4, train_both, name, UNEVEN, 2, 5):
         for loss, gradient, where, norm in rows:
             assert max(loss, gradient, norm) < TOLERANCE, where
 
@@ -186,6 +186,6 @@ def test_uneven_words_heads_and_samples(name):
     "name", ways(list(WAYS)[1:], short=("sharded parameters x tensor parallel", "sequence parallel"))
 )
 def test_tied_weights(name):
-    for rows in run_ranks(4, train_both, name, {"tied": True}, 3, timeout=120):
+    for rows in run_ranks(4, train_both, name, {"tied": True}, 3):
         for loss, gradient, where, norm in rows:
             assert max(loss, gradient, norm) < TOLERANCE, where

@@ -74,7 +74,7 @@ def train_convnet() -> list[tuple[float, float, str]]:
 
 def test_convolutional_net_under_data_parallelism():
     """Batch normalisation uses the statistics of the whole batch, as on one device."""
-    for rows in run_ranks(4, train_convnet, timeout=120):
+    for rows in run_ranks(4, train_convnet):
         for loss, gradient, where in rows:
             assert max(loss, gradient) < TOLERANCE, where
 
@@ -393,7 +393,7 @@ def compiled(plain_activations: bool) -> None:
 
 @pytest.mark.parametrize("plain_activations", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_compiled_model_gives_the_same_gradients(plain_activations):
-    run_ranks(2 if plain_activations else 4, compiled, plain_activations, timeout=240)
+    run_ranks(2 if plain_activations else 4, compiled, plain_activations)
 
 
 def captured() -> list[str]:
@@ -425,7 +425,7 @@ def captured() -> list[str]:
 
 @pytest.mark.long
 def test_capture_of_forward_and_backward_on_locals():
-    for operations in run_ranks(4, captured, timeout=120):
+    for operations in run_ranks(4, captured):
         assert "aten.mm.default" in operations
         assert any(name.startswith("_c10d_functional.") for name in operations)
 

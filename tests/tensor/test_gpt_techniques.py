@@ -85,7 +85,7 @@ def accumulated(model: nn.Module, brought: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", ways(SOME_WAYS, SHORT))
 @pytest.mark.parametrize("technique", ["reentrant", "non-reentrant", "gradient penalty", "accumulation"])
 def test_gradients(name, technique):
-    for loss, gradient, where in run_ranks(4, gradients_of, name, technique, timeout=120):
+    for loss, gradient, where in run_ranks(4, gradients_of, name, technique):
         assert loss < TOLERANCE
         assert gradient < TOLERANCE, where
 
@@ -93,7 +93,7 @@ def test_gradients(name, technique):
 @pytest.mark.parametrize("name", ways(SOME_WAYS, SHORT))
 def test_autocast(name):
     # A product of bfloat16 rounds at 2^-8, and terms are rounded before they are summed.
-    for loss, gradient, where in run_ranks(4, gradients_of, name, "autocast", timeout=120):
+    for loss, gradient, where in run_ranks(4, gradients_of, name, "autocast"):
         assert loss < 5e-3
         assert gradient < 5e-3, where
 
@@ -128,7 +128,7 @@ def scaled_training(name: str) -> list[tuple[float, float, bool]]:
 
 @pytest.mark.parametrize("name", ways(SOME_WAYS, SHORT))
 def test_gradient_scaling_skips_the_step_of_an_overflow_everywhere(name):
-    for rows in run_ranks(4, scaled_training, name, timeout=120):
+    for rows in run_ranks(4, scaled_training, name):
         assert all(same for _, _, same in rows)
         assert [scale for _, scale, _ in rows] == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
         assert max(difference for difference, _, _ in rows) < TOLERANCE

@@ -312,7 +312,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     [pytest.param(name, world, marks=[pytest.mark.long] if world == 4 else []) for world in MESHES for name in CASES],
 )
 def test_as_accurate_as_one_device(name, world):
-    run_ranks(world, check_named, name, world, timeout=300)
+    run_ranks(world, check_named, name, world)
 
 
 def parallel_losses(world: int) -> None:
@@ -332,7 +332,7 @@ def parallel_losses(world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_parallel_losses(world):
-    run_ranks(world, parallel_losses, world, timeout=120)
+    run_ranks(world, parallel_losses, world)
 
 
 # ------------------------------------------------------------------ clipping, scaling, lists

@@ -209,7 +209,7 @@ def check_bytes_and_a_network() -> None:
 
 @pytest.mark.parametrize("n", [n if n == 2 else pytest.param(n, marks=pytest.mark.long) for n in CONVOLUTIONS])
 def test_convolutions(n):
-    run_ranks(4, check_convolutions, n, timeout=240)
+    run_ranks(4, check_convolutions, n)
 
 
 @pytest.mark.parametrize(
@@ -222,4 +222,4 @@ def test_convolutions(n):
     ],
 )
 def test_halo(check):
-    run_ranks(4, check, timeout=240)
+    run_ranks(4, check)

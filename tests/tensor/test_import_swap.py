@@ -162,8 +162,8 @@ def both(program_name: str) -> None:
 
 
 def test_tensor_parallel_training() -> None:
-    run_ranks(4, both, "tensor_parallel_training", timeout=120)
+    run_ranks(4, both, "tensor_parallel_training")
 
 
 def test_conversions_and_regions() -> None:
-    run_ranks(4, both, "conversions_and_regions", timeout=120)
+    run_ranks(4, both, "conversions_and_regions")

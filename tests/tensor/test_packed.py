@@ -271,7 +271,7 @@ def shards_on() -> None:
 
 
 def test_it_is_what_its_name_says_and_moves_to_and_from_all_others():
-    run_ranks(4, moves, timeout=240)
+    run_ranks(4, moves)
 
 
 def test_a_layer_with_packed_weights_trains_as_on_one_device():

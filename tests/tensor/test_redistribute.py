@@ -80,11 +80,11 @@ def pairs_on_a_square() -> None:
 
 
 def test_every_pair_on_a_line() -> None:
-    run_ranks(4, pairs_on_a_line, timeout=120)
+    run_ranks(4, pairs_on_a_line)
 
 
 def test_every_pair_on_a_square() -> None:
-    run_ranks(4, pairs_on_a_square, timeout=120)
+    run_ranks(4, pairs_on_a_square)
 
 
 def other_reductions() -> None:

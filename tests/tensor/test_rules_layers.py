@@ -232,7 +232,7 @@ def cross_entropies(classes: int) -> None:
 # The fewest leave a rank without any.
 @pytest.mark.parametrize("classes", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (7, 12))])
 def test_cross_entropy_never_gathers_the_logits(classes):
-    run_ranks(4, cross_entropies, classes, timeout=120)
+    run_ranks(4, cross_entropies, classes)
 
 
 def rows_that_are_cut() -> None:

@@ -256,7 +256,7 @@ def check_all(check: Any, make: Any) -> None:
 )
 @pytest.mark.parametrize("check", [check_getters, check_setters])
 def test_like_one_process(world, check, make):
-    run_ranks(world, check_all, check, make, timeout=120)
+    run_ranks(world, check_all, check, make)
 
 
 # ------------------------------------------------------------------ from one parallelism into another

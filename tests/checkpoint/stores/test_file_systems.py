@@ -178,7 +178,7 @@ def on_fuse() -> None:
         Path(name).mkdir()
         with mounted(name, f"{name}-0", **options) as first, mounted(name, f"{name}-1", **options) as second:
             # A file that keeps its name is taken for replaced while the host remembers the one before.
-            run_ranks(2, on_its_host, [first, second], everything[:2] if name == "cached" else everything, timeout=60)
+            run_ranks(2, on_its_host, [first, second], everything[:2] if name == "cached" else everything)
     Path("full").mkdir()
     with mounted("full", "full-0", room=4 << 20) as at:
         for writer in everything:

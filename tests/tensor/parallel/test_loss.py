@@ -88,7 +88,7 @@ def differences(layout: tuple[Any, ...], dtype: torch.dtype = torch.float64) -> 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(each, marks=pytest.mark.long) for each in MORE)], ids=str)
 def test_every_option_with_gradients_of_both_orders(layout):
-    for found in run_ranks(4, differences, layout, timeout=120):
+    for found in run_ranks(4, differences, layout):
         assert len(found) >= 24
         assert max(found.values()) < 1e-9, {k: v for k, v in found.items() if v >= 1e-9}
 
