@@ -98,6 +98,12 @@ def result_type(loc: Sequence[Any], kw: Mapping[str, Any]) -> torch.dtype | None
     return found
 
 
+Static: TypeAlias = Any
+"""As the annotation of a rule's argument: it is no DTensor, nor a list of some."""
+Ints: TypeAlias = int | Sequence[int] | None
+"""Dims, as arguments name them: one, several, or by None all."""
+
+
 class Operand:
     """A DTensor argument in the form that rules get."""
 

@@ -24,11 +24,11 @@ SCORES_AT_ONCE = 1 << 20
 
 @rule("scaled_dot_product_attention")
 def sdpa(
-    call: Call, query: Operand, key: Operand, value: Operand, attn_mask: Any = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
+    call: Call, query: Operand, key: Operand, value: Operand, attn_mask: Operand | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: Any = None, enable_gqa: bool = False,
 ) -> Spec | None:  # fmt: skip
     parts = (query, key, value)
-    if dropout_p or not all(isinstance(o, Operand) and o.ndim == query.ndim for o in parts) or query.ndim < 3:
+    if dropout_p or query.ndim < 3 or not key.ndim == value.ndim == query.ndim:
         return None
     lead = query.ndim - 2
     heads = lead - 1 if enable_gqa else lead  # with grouped queries the sizes of the heads' loop may differ
@@ -39,14 +39,12 @@ def sdpa(
     position = None if is_causal else lead
     by_operand: dict[int, Dims] = {id(o): (*loops, None, None) for o in (key, value)}
     by_operand[id(query)] = (*loops, position, None)
-    if isinstance(attn_mask, Operand):
+    if attn_mask is not None:
         of_scores = dims_within(attn_mask.shape, (*query.shape[:-1], key.shape[-2]))
         if of_scores is None:
             return None
         dims = (*loops, position, None)
         by_operand[id(attn_mask)] = tuple(None if d is None else dims[d] for d in of_scores)
-    elif attn_mask is not None:
-        return None
     even = {}
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         even[lead - 1] = (query.shape[-3], key.shape[-3])

@@ -24,23 +24,17 @@ _GROUPS = 6  # the position of `groups` in all of them
 
 @rule("conv1d", "conv2d", "conv3d")
 def conv(
-    call: Call, input: Operand, weight: Operand, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
-    groups: int = 1,
+    call: Call, input: Operand, weight: Operand, bias: Operand | None = None, stride: Any = 1, padding: Any = 0,
+    dilation: Any = 1, groups: int = 1,
 ) -> Spec | None:  # fmt: skip
     n = _SPATIAL[call.name]
-    if not isinstance(input, Operand) or not isinstance(weight, Operand) or weight.ndim != n + 2:
+    if weight.ndim != n + 2 or input.ndim not in (n + 1, n + 2) or input.shape[-n - 1] != weight.shape[1] * groups:
         return None
-    if input.ndim not in (n + 1, n + 2) or input.shape[-n - 1] != weight.shape[1] * groups:
-        return None
-    windows = _windows(input, weight, stride, padding, dilation, n)
-    if windows is None:
-        return None
-    return _sliding(call, input, weight, bias, groups, n, out_at=0, windows=windows)
+    windows = _windows(weight, stride, padding, dilation, n)
+    return None if windows is None else _sliding(call, input, weight, bias, groups, n, out_at=0, windows=windows)
 
 
-def _windows(
-    input: Operand, weight: Operand, stride: Any, padding: Any, dilation: Any, n: int
-) -> tuple[Window, ...] | None:
+def _windows(weight: Operand, stride: Any, padding: Any, dilation: Any, n: int) -> tuple[Window, ...] | None:
     """The window of each spatial dim; None for arguments that PyTorch will refuse."""
     kernel, steps, holes = weight.shape[2:], each(stride, n), each(dilation, n)
     if min((*kernel, *steps, *holes)) < 1:
@@ -59,13 +53,11 @@ def _windows(
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 def conv_transpose(
-    call: Call, input: Operand, weight: Operand, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding:
-    Any = 0, groups: int = 1, dilation: Any = 1,
+    call: Call, input: Operand, weight: Operand, bias: Operand | None = None, stride: Any = 1, padding: Any = 0,
+    output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
 ) -> Spec | None:  # fmt: skip
     n = _SPATIAL[call.name]
-    if not isinstance(input, Operand) or not isinstance(weight, Operand) or weight.ndim != n + 2:
-        return None
-    if input.ndim not in (n + 1, n + 2) or input.shape[-n - 1] != weight.shape[0]:
+    if weight.ndim != n + 2 or input.ndim not in (n + 1, n + 2) or input.shape[-n - 1] != weight.shape[0]:
         return None
     return _sliding(call, input, weight, bias, groups, n, out_at=1)
 
@@ -74,7 +66,7 @@ def _sliding(
     call: Call,
     input: Operand,
     weight: Operand,
-    bias: Any,
+    bias: Operand | None,
     groups: int,
     n: int,
     out_at: int,
@@ -85,7 +77,7 @@ def _sliding(
     With `windows`, spatial dims may be sharded.
     """
     shapes = shapes_of_results(call)
-    if shapes is None or not (bias is None or isinstance(bias, Operand)):
+    if shapes is None:
         return None
     first = input.ndim - n  # the first spatial dim
     with_halo = bool(windows) and is_sharded_along(input, range(first, input.ndim))

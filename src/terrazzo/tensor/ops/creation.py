@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from terrazzo.layout import Layout, Replicate
-from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, within
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, Static, within
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.table import handler, rule
 
@@ -20,11 +20,11 @@ _UNREAD = frozenset((0,))
 
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full")
-def new_tensor(call: Call, input: Operand, size: Any, *args: Any, **kwargs: Any) -> Spec | None:
+def new_tensor(call: Call, input: Operand, size: Any, *args: Static, **kwargs: Static) -> Spec | None:
     values = args[:1] if call.name == "new_full" else ()
     if isinstance(size, int):
         size = (size, *args)
-    if not all(isinstance(n, int) for n in size) or any(isinstance(v, Operand) for v in values):
+    if not all(isinstance(n, int) for n in size):
         return None
     if call.name == "new_full":
         values = values or (kwargs["fill_value"],)
@@ -38,7 +38,7 @@ def new_empty_strided(
     call: Call, input: Operand, size: Sequence[int], stride: Sequence[int], **kwargs: Any
 ) -> Spec | None:
     """Each rank's part has its dims in the memory order that the strides give."""
-    if not all(isinstance(n, int) for n in (*size, *stride)) or len(size) != len(stride):
+    if len(size) != len(stride):
         return None
     order = sorted(range(len(size)), key=lambda d: (-stride[d], d))
     back = sorted(range(len(size)), key=order.__getitem__)
@@ -80,13 +80,11 @@ def new_tensor_of_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like", any_number=True)
-def filled_like(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+def filled_like(call: Call, input: Operand, *args: Static, **kwargs: Static) -> Spec:
     """Terms of zeros are zeros, so zeros_like keeps Partial; for other values Partial becomes Replicate.
 
     So it does for integers, of which there are no averages.
     """
-    if len(call.operands) != 1:
-        return None
     dtype = kwargs.get("dtype")
     zeros = call.name in ("zeros_like", "empty_like") and (dtype is None or dtype.is_floating_point or dtype.is_complex)
     return within(input, linear=[(0,)] if zeros else [], unread=_UNREAD, keeps_terms=True)

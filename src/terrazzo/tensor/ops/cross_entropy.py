@@ -94,13 +94,11 @@ def loss_parallel() -> Iterator[None]:
 
 @rule("cross_entropy", "cross_entropy_loss", context=parallel_loss)
 def of_whole_rows(
-    call: Call, input: Operand, target: Operand, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
-    reduce: Any = None, reduction: Any = "mean", label_smoothing: float = 0.0,
+    call: Call, input: Operand, target: Operand, weight: Operand | None = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: Any = "mean", label_smoothing: float = 0.0,
 ) -> Spec | None:  # fmt: skip
     """Class indices, with all classes of a sample on one rank: each rank computes the losses of its own samples."""
-    if not isinstance(input, Operand) or not isinstance(target, Operand) or input.ndim < 2:
-        return None
-    if size_average is not None or reduce is not None or reduction not in REDUCTIONS or call.kwargs:
+    if input.ndim < 2 or size_average is not None or reduce is not None or reduction not in REDUCTIONS or call.kwargs:
         return None
     if is_sharded_along(input, (1,)) or not input.numel or not 0.0 <= label_smoothing <= 1.0:
         return None
@@ -108,7 +106,7 @@ def of_whole_rows(
         return None
     samples = (0, *range(2, input.ndim))
     ins: list[Dims] = [tuple(range(input.ndim)), samples]
-    if isinstance(weight, Operand):
+    if weight is not None:
         ins.append((1,))
     scalar = reduction != "none"
 

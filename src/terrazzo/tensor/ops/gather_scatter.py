@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket
-from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, within
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, Static, within
 from terrazzo.tensor.ops.questions import check_bounds
 from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.ops.views import norm_dim
@@ -18,7 +18,7 @@ from terrazzo.tensor.ops.views import norm_dim
 
 @rule("gather")
 def gather(call: Call, input: Operand, dim: int, index: Operand, *, sparse_grad: bool = False) -> Spec | None:
-    if not isinstance(index, Operand) or not isinstance(dim, int) or input.ndim != index.ndim or not input.ndim:
+    if input.ndim != index.ndim or not input.ndim:
         return None
     d = norm_dim(dim, input.ndim)
     along = input.ndim
@@ -30,7 +30,7 @@ def gather(call: Call, input: Operand, dim: int, index: Operand, *, sparse_grad:
 
 @rule("index_select")
 def index_select(call: Call, input: Operand, dim: int, index: Operand) -> Spec | None:
-    if not isinstance(index, Operand) or not isinstance(dim, int) or not input.ndim or index.ndim != 1:
+    if not input.ndim or index.ndim != 1:
         return None
     d = norm_dim(dim, input.ndim)
     along = input.ndim
@@ -48,7 +48,7 @@ def scatter(
 
     Where values are added, `dim` may be sharded, too, and each rank's part gives a term.
     """
-    if not isinstance(index, Operand) or not isinstance(dim, int) or input.ndim != index.ndim or not input.ndim:
+    if input.ndim != index.ndim or not input.ndim:
         return None
     d = norm_dim(dim, input.ndim)
     given = [o for o in call.operands[1:] if o is not index]
@@ -77,11 +77,9 @@ def scatter(
 
 @rule("index_add", "index_copy")
 def index_add(
-    call: Call, input: Operand, dim: int, index: Operand, source: Operand, *, alpha: Any = 1, out: Any = None
+    call: Call, input: Operand, dim: int, index: Operand, source: Operand, *, alpha: Static = 1, out: Static = None
 ) -> Spec | None:
-    if not isinstance(index, Operand) or not isinstance(source, Operand) or not isinstance(dim, int):
-        return None
-    if not input.ndim or source.ndim != input.ndim or len(call.operands) != 3 or isinstance(alpha, Operand):
+    if not input.ndim or source.ndim != input.ndim:
         return None
     d = norm_dim(dim, input.ndim)
     if any(n != m for i, (n, m) in enumerate(zip(source.shape, input.shape, strict=True)) if i != d):
@@ -103,7 +101,7 @@ def index_add(
 
 @rule("index_fill")
 def index_fill(call: Call, input: Operand, dim: int, index: Operand, value: Any) -> Spec | None:
-    if not isinstance(index, Operand) or not isinstance(dim, int) or not input.ndim:
+    if not input.ndim:
         return None
     d = norm_dim(dim, input.ndim)
     dims: Dims = tuple(None if i == d else i for i in range(input.ndim))

@@ -48,8 +48,6 @@ def index_otherwise(target: Any, index: Any) -> Any:
 
 @rule("__getitem__", otherwise=index_otherwise, takes_plain=lambda index: True)
 def getitem(call: Call, input: Operand, index: Any) -> Spec | None:
-    if not isinstance(input, Operand):
-        return None
     items = as_tuple(index)
     if type(index) is not list and any(isinstance(i, Operand) for i in items):
         return _by_integers(input, items)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, within
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, Static, within
 from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.ops.loops import loops
 from terrazzo.tensor.ops.pointwise import broadcast
@@ -30,8 +30,8 @@ _ONE_MATRIX = (
 
 
 @rule(*_ONE_MATRIX)
-def one_matrix(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    if len(call.operands) != 1 or input.ndim < 2:
+def one_matrix(call: Call, input: Operand, *args: Static, **kwargs: Static) -> Spec | None:
+    if input.ndim < 2:
         return None
     return _batched(call, tuple(range(input.ndim - 2)), [(*range(input.ndim - 2), None, None)])
 
@@ -59,11 +59,11 @@ def _batched(call: Call, batch: Dims, ins: list[Dims]) -> Spec | None:
 
 
 @rule("vander", "linalg_vander")
-def vander(call: Call, x: Operand, N: Any = None, increasing: bool = False) -> Spec | None:
+def vander(call: Call, x: Operand, N: int | None = None, increasing: bool = False) -> Spec | None:
     """The powers of each number as a row."""
-    count = (x.shape[-1] if x.ndim else 0) if N is None else N
-    if len(call.operands) != 1 or not x.ndim or not isinstance(count, int) or count < 0:
+    if not x.ndim or (N is not None and N < 0):
         return None
+    count = x.shape[-1] if N is None else N
     factors: Dims = tuple(range(x.ndim))
 
     def localize(chosen: Chosen) -> LocalFunction:
@@ -119,12 +119,9 @@ def cross(call: Call, input: Operand, other: Operand, *, dim: int = -1) -> Spec 
 
 
 @rule("renorm")
-def renorm(call: Call, input: Operand, p: Any, dim: int, maxnorm: Any) -> Spec | None:
+def renorm(call: Call, input: Operand, p: Static, dim: int, maxnorm: Static) -> Spec | None:
     """Each slice of `dim` by itself."""
-    if len(call.operands) != 1 or not input.ndim:
-        return None
-    d = norm_dim(dim, input.ndim)
-    return within(input, set(range(input.ndim)) - {d})
+    return within(input, set(range(input.ndim)) - {norm_dim(dim, input.ndim)}) if input.ndim else None
 
 
 @decomposition("dist")

@@ -25,24 +25,17 @@ REDUCTIONS = ("none", "mean", "sum")
 
 @rule("nll_loss")
 def nll_loss(
-    call: Call, input: Operand, target: Operand, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
-    reduce: Any = None, reduction: Any = "mean",
+    call: Call, input: Operand, target: Operand, weight: Operand | None = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: Any = "mean",
 ) -> Spec | None:  # fmt: skip
     """Sharded over samples or classes: a rank that does not hold a sample's target class gives zero for it."""
-    if (
-        not isinstance(input, Operand)
-        or not isinstance(target, Operand)
-        or input.ndim < 2
-        or target.ndim != input.ndim - 1
-    ):
+    if input.ndim < 2 or tuple(target.shape) != (input.shape[0], *input.shape[2:]):
         return None
     if size_average is not None or reduce is not None or reduction not in REDUCTIONS:
         return None
-    if tuple(target.shape) != (input.shape[0], *input.shape[2:]) or not (weight is None or isinstance(weight, Operand)):
-        return None
     classes, samples = 1, (0, *range(2, input.ndim))
     ins: dict[int, Dims] = {id(input): tuple(range(input.ndim)), id(target): samples}
-    if isinstance(weight, Operand):
+    if weight is not None:
         ins[id(weight)] = (classes,)
 
     def local(chosen: Chosen) -> LocalFunction:
@@ -114,7 +107,7 @@ _WEIGHTED = ("binary_cross_entropy", "binary_cross_entropy_with_logits")
 @rule(*_ELEMENTWISE, any_number=True)
 def elementwise_loss(call: Call, input: Operand, target: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     """Every dim may be sharded."""
-    if not isinstance(input, Operand) or not isinstance(target, Operand) or tuple(input.shape) != tuple(target.shape):
+    if tuple(input.shape) != tuple(target.shape):
         return None
     if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
         return None

@@ -16,13 +16,11 @@ from terrazzo.tensor.ops.loops import loops
 from terrazzo.tensor.ops.table import rule
 
 
-def _product(text: str, operands: Sequence[Any], addend: int | None = None) -> Spec | None:
+def _product(text: str, operands: Sequence[Operand], addend: int | None = None) -> Spec | None:
     """The spec of a product, as einsum has it: loops that the result does not have are summed.
 
     `addend` is the operand that is added to it, if there is one: once, not by each rank that has a term.
     """
-    if not all(isinstance(o, Operand) for o in operands):
-        return None
     ins, _, out = text.partition("->")
     factors = [i for i in range(len(operands)) if i != addend]
     linear = [(i,) if addend is None else (i, addend) for i in factors]
@@ -80,8 +78,6 @@ def product(call: Call, input: Operand, other: Operand) -> Spec | None:
 
 @rule("matmul")
 def matmul(call: Call, input: Operand, other: Operand) -> Spec | None:
-    if not isinstance(input, Operand) or not isinstance(other, Operand):
-        return None
     first, m = ("k", "") if input.ndim == 1 else ("...mk", "m")
     second, n = ("k", "") if other.ndim == 1 else ("...kn", "n")
     batch = "..." if len(first) + len(second) > 2 else ""
@@ -89,7 +85,7 @@ def matmul(call: Call, input: Operand, other: Operand) -> Spec | None:
 
 
 @rule("linear")
-def linear(call: Call, input: Operand, weight: Operand, bias: Any = None) -> Spec | None:
+def linear(call: Call, input: Operand, weight: Operand, bias: Operand | None = None) -> Spec | None:
     if bias is None:
         return _in_range(_product("...k, nk -> ...n", [input, weight]), [input, weight])
     return _in_range(_product("...k, nk, n -> ...n", [input, weight, bias], addend=2), [input, weight])

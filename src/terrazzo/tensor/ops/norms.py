@@ -14,8 +14,7 @@ import torch
 
 from terrazzo.comm.axis import Axis
 from terrazzo.comm.differentiable import cast, reduce_replicate
-from terrazzo.layout import Partial
-from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, within
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, Ints, LocalFunction, Operand, Spec, within
 from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.ops.accumulate import axis_of_shards, in_working_type, rounded, working_type
 from terrazzo.tensor.ops.questions import is_cut, is_sharded_along
@@ -26,10 +25,8 @@ from terrazzo.tensor.ops.views import norm_dim
 
 @rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")
 def layer_norm(call: Call, input: Operand, normalized_shape: Sequence[int], *rest: Any, **kwargs: Any) -> Spec | None:
-    if not isinstance(input, Operand) or isinstance(normalized_shape, int):
-        return None
     k = input.ndim - len(normalized_shape)
-    if k < 0 or call.operands[0] is not input or tuple(input.shape[k:]) != tuple(normalized_shape):
+    if k < 0 or tuple(input.shape[k:]) != tuple(normalized_shape):
         return None
     factors = tuple(range(input.ndim))
     inner = factors[k:]
@@ -102,7 +99,7 @@ def group_norm(
     call: Call, input: Operand, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *rest: Any
 ) -> Spec | None:
     """Sharded over samples, or over channels where that cuts no group."""
-    if not isinstance(input, Operand) or input.ndim < 2 or not isinstance(num_groups, int):
+    if input.ndim < 2:
         return None
     factors = tuple(range(input.ndim))
     ins: list[Dims] = [factors if o is input else (1,) for o in call.operands]
@@ -136,11 +133,9 @@ def batch_norm_rule(
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> Spec | None:  # fmt: skip
     """Elementwise with given statistics; in training the moments of all ranks are combined to those of the batch."""
-    if not isinstance(input, Operand) or input.ndim < 2:
+    if input.ndim < 2 or any(o.ndim != 1 for o in call.operands[1:]):
         return None
     x = input
-    if any(o.ndim != 1 for o in call.operands[1:]):
-        return None
     factors: Dims = tuple(range(x.ndim))
     ins = [factors] + [(1,)] * (len(call.operands) - 1)
     if not training:
@@ -218,14 +213,13 @@ def instance_norm_rule(
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, cudnn_enabled: bool = True,
 ) -> Spec | None:  # fmt: skip
     """Without running statistics each channel of each sample is independent."""
-    if not isinstance(input, Operand) or input.ndim < 3 or not use_input_stats:
+    if input.ndim < 3 or not use_input_stats or running_mean is not None or running_var is not None:
         return None
-    x = input
-    if running_mean is not None or running_var is not None or is_sharded_along(x, range(2, x.ndim)):
+    if is_sharded_along(input, range(2, input.ndim)):
         return None
-    factors = tuple(range(x.ndim))
+    factors = tuple(range(input.ndim))
     ins: list[Dims] = [factors, *[(1,)] * (len(call.operands) - 1)]
-    return Spec(ins, [factors], [x.shape], whole=frozenset(factors[2:]), localize=_unless_empty)
+    return Spec(ins, [factors], [input.shape], whole=frozenset(factors[2:]), localize=_unless_empty)
 
 
 @decomposition("batch_norm")
@@ -284,9 +278,7 @@ def _scaled(rest: Any, variance: Any, eps: float, weight: Any, bias: Any) -> Any
 
 
 @rule("softmax", "log_softmax", "_softmax", "_log_softmax", "_safe_softmax", "softmin")
-def softmax(call: Call, input: Operand, dim: Any = None, *args: Any, **kwargs: Any) -> Spec | None:
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        return None
+def softmax(call: Call, input: Operand, dim: int, *args: Any, **kwargs: Any) -> Spec | None:
     d = norm_dim(dim, input.ndim)
     if call.name in DECOMPOSED and is_sharded_along(input, (d,)):
         return None
@@ -349,16 +341,15 @@ DECOMPOSED = frozenset(["softmax", "_softmax", "log_softmax", "_log_softmax"])
 
 
 @rule("logsumexp")
-def logsumexp(call: Call, input: Operand, dim: Any, keepdim: bool = False) -> Spec | None:
+def logsumexp(call: Call, input: Operand, dim: Ints, keepdim: bool = False) -> Spec | None:
     dims = reduced_dims(dim, input.ndim)
-    cut = dims is None or is_sharded_along(input, dims) or any(isinstance(p, Partial) for p in input.placements)
-    return None if dims is None or cut else reduction(input, dims, keepdim, None)
+    return None if is_cut(input, dims) else reduction(input, dims, keepdim, None)
 
 
 @decomposition("logsumexp")
-def logsumexp_of_shards(input: Any, dim: Any, keepdim: bool = False) -> Any:
+def logsumexp_of_shards(input: Any, dim: Ints, keepdim: bool = False) -> Any:
     dims = reduced_dims(dim, input.ndim)
-    if dims is None or not input.ndim or not input.is_floating_point() or not input.numel():
+    if not input.ndim or not input.is_floating_point() or not input.numel():
         return NotImplemented
     x = in_working_type(input)
     top = _top(x, dims)

@@ -15,7 +15,7 @@ import torch
 
 from terrazzo.layout import Partial
 from terrazzo.tensor.dispatch.shapes import broadcast_shapes, dims_within
-from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec, within
+from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec, Static, within
 from terrazzo.tensor.ops.table import decomposition, elementwise, rule
 
 # Linear in the first operand, for any static arguments.
@@ -117,7 +117,7 @@ def same_elements(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec
 @rule("to")
 def to(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
     others = call.operands[1:]
-    if call.operands[0] is not input or len(others) > 1:
+    if len(others) > 1:
         return None
     dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
     return _converted(input, others, all(d.is_floating_point or d.is_complex for d in dtypes))
@@ -125,7 +125,7 @@ def to(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
 
 @rule("type_as")
 def type_as(call: Call, input: Operand, other: Operand) -> Spec | None:
-    return _converted(input, [other], False) if call.operands == [input, other] else None
+    return _converted(input, [other], False)
 
 
 def _converted(input: Operand, others: list[Operand], keeps_terms: bool) -> Spec | None:
@@ -145,9 +145,7 @@ def to_type_of(input: Any, other: Any = None, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule("copy")
-def copy(call: Call, input: Operand, src: Any, non_blocking: bool = False) -> Spec | None:
-    if not isinstance(src, Operand):
-        return None
+def copy(call: Call, input: Operand, src: Operand, non_blocking: bool = False) -> Spec | None:
     out, ins = broadcast([input.shape, src.shape])
     if out != tuple(input.shape):
         return None
@@ -171,9 +169,9 @@ def _copied(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
 
 
 @rule("fill", "zero", any_number=True)
-def fill(call: Call, input: Operand, value: Any = 0) -> Spec | None:
+def fill(call: Call, input: Operand, value: Static = 0) -> Spec | None:
     """Only in place; calls out of place use their decomposition. Terms of 0 are terms of it."""
-    if not call.inplace or isinstance(value, Operand) or isinstance(value, torch.Tensor):
+    if not call.inplace or isinstance(value, torch.Tensor):
         return None
     zero = within(input, linear=[(0,)])
     if call.name == "zero" or not any(p.is_partial() for p in input.placements):

@@ -14,7 +14,7 @@ from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather
 from terrazzo.layout import Layout, Placement, Replicate, Shard
 from terrazzo.tensor.dispatch.outside_mesh import not_known
-from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec
+from terrazzo.tensor.dispatch.spec import Call, Dims, Ints, Operand, Spec, Static
 from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.loops import loops
@@ -25,37 +25,32 @@ from terrazzo.tensor.ops.views import norm_dim
 
 
 @rule("argmax", "argmin")
-def argmax(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> Spec | None:
+def argmax(call: Call, input: Operand, dim: Ints = None, keepdim: bool = False) -> Spec | None:
     dims = reduced_dims(dim, input.ndim)
-    if dims is None or is_cut(input, dims):
-        return None
-    return reduction(input, dims, keepdim, None)
+    return None if is_cut(input, dims) else reduction(input, dims, keepdim, None)
 
 
 @rule("median", "nanmedian")
-def median(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> Spec | None:
-    dims = reduced_dims(dim, input.ndim)
-    return None if dims is None else reduction(input, dims, keepdim, None, outs=1 if dim is None else 2)
+def median(call: Call, input: Operand, dim: Ints = None, keepdim: bool = False) -> Spec:
+    return reduction(input, reduced_dims(dim, input.ndim), keepdim, None, outs=1 if dim is None else 2)
 
 
 @rule("mode")
-def mode(call: Call, input: Operand, dim: Any = -1, keepdim: bool = False) -> Spec | None:
-    dims = reduced_dims(dim, input.ndim)
-    return None if dims is None else reduction(input, dims, keepdim, None, outs=2)
+def mode(call: Call, input: Operand, dim: Ints = -1, keepdim: bool = False) -> Spec:
+    return reduction(input, reduced_dims(dim, input.ndim), keepdim, None, outs=2)
 
 
 @rule("kthvalue")
-def kthvalue(call: Call, input: Operand, k: Any, dim: Any = -1, keepdim: bool = False) -> Spec | None:
-    dims = reduced_dims(dim, input.ndim)
-    return None if dims is None or not isinstance(k, int) else reduction(input, dims, keepdim, None, outs=2)
+def kthvalue(call: Call, input: Operand, k: int, dim: Ints = -1, keepdim: bool = False) -> Spec:
+    return reduction(input, reduced_dims(dim, input.ndim), keepdim, None, outs=2)
 
 
 @rule("quantile", "nanquantile")
 def quantile(
-    call: Call, input: Operand, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear"
+    call: Call, input: Operand, q: Any, dim: Ints = None, keepdim: bool = False, *, interpolation: str = "linear"
 ) -> Spec | None:
     dims = reduced_dims(dim, input.ndim)
-    if dims is None or not isinstance(q, (int, float, Operand)):
+    if not isinstance(q, (int, float, Operand)):
         return None
     spec = reduction(input, dims, keepdim, None)
     spec.never_empty = True  # PyTorch refuses quantiles of a tensor without rows
@@ -222,9 +217,7 @@ def bucketize(call: Call, input: Any, boundaries: Any, *args: Any, **kwargs: Any
 
 
 @rule("isin")
-def isin(call: Call, elements: Any, test_elements: Any, *args: Any, **kwargs: Any) -> Spec | None:
-    if not isinstance(elements, Operand) or len(call.operands) != 1 + isinstance(test_elements, Operand):
-        return None
+def isin(call: Call, elements: Operand, test_elements: Any, *args: Static, **kwargs: Static) -> Spec:
     factors: Dims = tuple(range(elements.ndim))
     ins: list[Dims] = [factors, *[(None,) * o.ndim for o in call.operands[1:]]]
     return Spec(ins, [factors], [elements.shape])

@@ -43,11 +43,7 @@ def recurrent(
 ) -> Spec | None:  # fmt: skip
     """The batched form; packed sequences have another signature and are gathered."""
     states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
-    if (
-        not isinstance(input, Operand)
-        or input.ndim != 3
-        or not all(isinstance(s, Operand) and s.ndim == 3 for s in states)
-    ):
+    if input.ndim != 3 or not all(isinstance(s, Operand) and s.ndim == 3 for s in states):
         return None
     if not isinstance(params, (list, tuple)) or (dropout and train):
         return None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from terrazzo.comm.differentiable import cast, reduce_extreme, reduce_replicate
-from terrazzo.tensor.dispatch.spec import HALF, Call, Chosen, Joined, LocalFunction, Operand, Spec, within
+from terrazzo.tensor.dispatch.spec import HALF, Call, Chosen, Ints, Joined, LocalFunction, Operand, Spec, within
 from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.ops.accumulate import (
     axis_of_terms,
@@ -33,14 +33,10 @@ from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.ops.views import norm_dim
 
 
-def reduced_dims(dim: Any, ndim: int) -> tuple[int, ...] | None:
-    """The dims that `dim` (None, int or sequence) names, as nonnegative numbers; None for another kind of value."""
-    if dim is None:
-        return tuple(range(ndim))
+def reduced_dims(dim: Ints, ndim: int) -> tuple[int, ...]:
+    """The dims that `dim` names, as nonnegative numbers; an empty list names all, too."""
     named = [dim] if isinstance(dim, int) else dim
-    if not isinstance(named, (list, tuple)) or not all(isinstance(d, int) for d in named):
-        return None
-    return tuple(norm_dim(d, ndim) for d in named) if named else tuple(range(ndim))
+    return tuple(norm_dim(d, ndim) for d in named or range(ndim))
 
 
 def reduction(
@@ -76,10 +72,8 @@ def reduction(
 
 
 @rule("sum")
-def sum_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
+def sum_(call: Call, input: Operand, dim: Ints = None, keepdim: bool = False, *, dtype: Any = None) -> Spec:
     dims = reduced_dims(dim, input.ndim)
-    if dims is None:
-        return None
     linear = dtype is None or dtype.is_floating_point or dtype.is_complex  # elements are rounded to integers before
     return reduction(input, dims, keepdim, "sum", linear=linear, joined=sums_in_single(with_dtype))
 
@@ -88,17 +82,15 @@ _JOINED_BY = {"count_nonzero": "sum", "nansum": "sum", "prod": "product", "all":
 
 
 @rule(*_JOINED_BY)
-def joined(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
+def joined(call: Call, input: Operand, dim: Ints = None, keepdim: bool = False, *, dtype: Any = None) -> Spec:
     dims = reduced_dims(dim, input.ndim)
     in_single = sums_in_single(with_dtype) if call.name in ("nansum", "prod") else None
-    return None if dims is None else reduction(input, dims, keepdim, _JOINED_BY[call.name], joined=in_single)
+    return reduction(input, dims, keepdim, _JOINED_BY[call.name], joined=in_single)
 
 
 @rule("mean")
-def mean(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Spec | None:
+def mean(call: Call, input: Operand, dim: Ints = None, keepdim: bool = False, *, dtype: Any = None) -> Spec:
     dims = reduced_dims(dim, input.ndim)
-    if dims is None:
-        return None
     count = prod(input.shape[d] for d in dims) if input.ndim else 1
 
     def localize(chosen: Chosen) -> LocalFunction | None:
@@ -124,23 +116,18 @@ def mean(call: Call, input: Operand, dim: Any = None, keepdim: bool = False, *, 
 
 
 @rule("amax", "amin")
-def amax(call: Call, input: Operand, dim: Any = (), keepdim: bool = False) -> Spec | None:
-    dims = reduced_dims(dim, input.ndim)
-    if dims is None:
-        return None
-    return _extreme(input, dims, keepdim, call.name[1:])
+def amax(call: Call, input: Operand, dim: Ints = (), keepdim: bool = False) -> Spec:
+    return _extreme(input, reduced_dims(dim, input.ndim), keepdim, call.name[1:])
 
 
 @rule("max", "min")
-def max_(call: Call, input: Operand, dim: Any = None, keepdim: bool = False) -> Spec | None:
-    if isinstance(dim, Operand):
-        return None
+def max_(call: Call, input: Operand, dim: Ints = None, keepdim: bool = False) -> Spec | None:
     if dim is None:
         # The gradient of a max of all elements is shared by all ties, as in amax.
         return _extreme(input, tuple(range(input.ndim)), False, call.name)
     dims = reduced_dims(dim, input.ndim)
     # Along a sharded dim `positions` computes it.
-    return None if dims is None or is_cut(input, dims) else reduction(input, dims, keepdim, None, outs=2)
+    return None if is_cut(input, dims) else reduction(input, dims, keepdim, None, outs=2)
 
 
 def _extreme(input: Operand, dims: Sequence[int], keepdim: bool, op: str) -> Spec:
@@ -208,8 +195,8 @@ def scan(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
 
 
 @rule("topk")
-def topk(call: Call, input: Operand, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> Spec | None:
-    if not isinstance(k, int) or not input.ndim:
+def topk(call: Call, input: Operand, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Spec | None:
+    if not input.ndim:
         return None
     d = norm_dim(dim, input.ndim)
     return within(input, (d,), [k if i == d else n for i, n in enumerate(input.shape)], outs=2)
@@ -235,11 +222,11 @@ def _input_of(loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
 
 @rule("linalg_vector_norm")
 def vector_norm(
-    call: Call, x: Operand, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+    call: Call, x: Operand, ord: Any = 2, dim: Ints = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Spec | None:
     """The norm, from the norms of each rank's part."""
     dims = reduced_dims(dim, x.ndim)
-    if dims is None or isinstance(ord, bool) or not isinstance(ord, (int, float)):
+    if isinstance(ord, bool) or not isinstance(ord, (int, float)):
         return None
     order = float(ord)
 
@@ -273,10 +260,9 @@ def vector_norm(
 
 @rule("norm")
 def norm(
-    call: Call, input: Operand, p: Any = 2, dim: Any = None, keepdim: bool = False, out: Any = None, dtype: Any = None
+    call: Call, input: Operand, p: Any = 2, dim: Ints = None, keepdim: bool = False, out: Any = None, dtype: Any = None
 ) -> Spec | None:
-    dims = reduced_dims(dim, input.ndim)
-    if p == "fro" and (dims is None or (dim is not None and len(dims) > 2)):
+    if p == "fro" and dim is not None and len(reduced_dims(dim, input.ndim)) > 2:
         return None
     return vector_norm(call, input, 2 if p == "fro" else p, dim, keepdim, dtype=dtype)
 
@@ -312,14 +298,13 @@ def matrix_norm(x: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = F
 
 @rule("var", "std", "var_mean", "std_mean")
 def moments(
-    call: Call, input: Operand, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
-) -> Spec | None:
+    call: Call, input: Operand, dim: bool | Ints = None, unbiased: Any = None, keepdim: bool = False, *,
+    correction: Any = None,
+) -> Spec:  # fmt: skip
     """Variance and mean from each rank's own moments, corrected by the distance of its mean from the global one."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     dims = reduced_dims(dim, input.ndim)
-    if dims is None:
-        return None
     if correction is None:
         correction = 1 if unbiased in (None, True) else 0
     outs = 2 if call.name.endswith("_mean") else 1

@@ -5,6 +5,7 @@ Where partial tensors are joined, a replicated one becomes a term on one rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,16 +31,12 @@ def repeat(call: Call, input: Operand, *repeats: Any) -> Spec | None:
 
 @rule("repeat_interleave")
 def repeat_interleave(
-    call: Call, input: Operand, repeats: Any, dim: Any = None, *, output_size: Any = None
+    call: Call, input: Operand, repeats: int, dim: int | None = None, *, output_size: Any = None
 ) -> Spec | None:
     """Every element equally often; the repeated dim may be sharded if the cuts fall between the same elements."""
-    if not isinstance(repeats, int) or repeats < 1 or not input.ndim or output_size is not None:
+    if repeats < 1 or not input.ndim or (dim is None and input.ndim > 1) or output_size is not None:
         return None
-    if dim is None:
-        if input.ndim > 1:
-            return None
-        dim = 0
-    d = norm_dim(dim, input.ndim)
+    d = norm_dim(dim or 0, input.ndim)
     n = input.shape[d]
     shape = [n * repeats if i == d else m for i, m in enumerate(input.shape)]
     return within(input, (), shape, linear=[(0,)], moves_only=True, even={d: (n, n * repeats)})
@@ -108,12 +105,10 @@ def rot90(input: Any, k: int = 1, dims: Any = (0, 1)) -> Any:
 
 
 @rule("cat")
-def cat(call: Call, tensors: Any, dim: int = 0) -> Spec | None:
-    if not isinstance(tensors, (tuple, list)) or not all(isinstance(t, Operand) for t in tensors):
+def cat(call: Call, tensors: Sequence[Operand], dim: int = 0) -> Spec | None:
+    first = tensors[0]
+    if any(t.ndim != first.ndim or not t.ndim for t in tensors):
         return None
-    if not isinstance(dim, int) or not tensors or any(t.ndim != tensors[0].ndim or not t.ndim for t in tensors):
-        return None
-    first: Operand = tensors[0]
     d = norm_dim(dim, first.ndim)
     if any(t.shape[:d] != first.shape[:d] or t.shape[d + 1 :] != first.shape[d + 1 :] for t in tensors):
         return None
@@ -147,11 +142,9 @@ def _cat(dim: int) -> Any:
 
 
 @rule("stack")
-def stack(call: Call, tensors: Any, dim: int = 0) -> Spec | None:
-    if not isinstance(tensors, (tuple, list)) or not tensors or not all(isinstance(t, Operand) for t in tensors):
-        return None
-    first: Operand = tensors[0]
-    if not isinstance(dim, int) or any(t.shape != first.shape for t in tensors):
+def stack(call: Call, tensors: Sequence[Operand], dim: int = 0) -> Spec | None:
+    first = tensors[0]
+    if any(t.shape != first.shape for t in tensors):
         return None
     d = norm_dim(dim, first.ndim + 1)
     dims = tuple(range(first.ndim))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from terrazzo.tensor.dispatch.shapes import of_tensors_without_data
-from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, within
+from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, Static, within
 from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.ops.halo import Window, each, plan_halo
 from terrazzo.tensor.ops.loops import loops
@@ -75,9 +75,9 @@ _POOLS = {
 
 
 @rule(*_POOLS)
-def pool(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+def pool(call: Call, input: Operand, *args: Static, **kwargs: Static) -> Spec | None:
     n = _POOLS[call.name]
-    if len(call.operands) != 1 or not isinstance(input, Operand) or input.ndim < n:
+    if input.ndim < n:
         return None
     dims = range(input.ndim - n, input.ndim)
     if is_sharded_along(input, dims):
@@ -151,16 +151,14 @@ _PADDING = 3  # the position of this argument; set to 0, because the halo has pa
 
 
 @rule("interpolate", "upsample")
-def interpolate(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+def interpolate(call: Call, input: Operand, *args: Static, **kwargs: Static) -> Spec | None:
     """Every mode is a weighted sum of neighbours, so terms pass."""
-    if len(call.operands) != 1 or not isinstance(input, Operand) or input.ndim < 3:
-        return None
-    return touching(call, input, range(2, input.ndim), linear=True)
+    return touching(call, input, range(2, input.ndim), linear=True) if input.ndim > 2 else None
 
 
 @rule("pad")
 def pad(call: Call, input: Operand, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Spec | None:
-    if not all(isinstance(n, int) for n in pad) or len(pad) % 2 or len(pad) > 2 * input.ndim:
+    if len(pad) % 2 or len(pad) > 2 * input.ndim:
         return None
     touched = {input.ndim - 1 - i // 2 for i, n in enumerate(pad) if n}
     if mode != "constant":
@@ -171,18 +169,16 @@ def pad(call: Call, input: Operand, pad: Sequence[int], mode: str = "constant", 
 
 
 @rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")
-def rearrange(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    if len(call.operands) != 1 or not isinstance(input, Operand) or input.ndim < 3:
+def rearrange(call: Call, input: Operand, *args: Static, **kwargs: Static) -> Spec | None:
+    if input.ndim < 3:
         return None
     first = 1 if "channel" in call.name else input.ndim - 3
     return touching(call, input, range(first, input.ndim), linear=True, moves_only=True)
 
 
 @rule("im2col", "col2im")
-def columns(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
+def columns(call: Call, input: Operand, *args: Static, **kwargs: Static) -> Spec | None:
     """Patches as columns and back: samples may be sharded. The number of dims changes, so the spec is written out."""
-    if len(call.operands) != 1 or not isinstance(input, Operand):
-        return None
     batched = input.ndim == (4 if call.name == "im2col" else 3)
     shapes = shapes_of_results(call) if batched else None
     if shapes is None:
@@ -204,9 +200,7 @@ def grid_sample(call: Call, input: Operand, grid: Operand, *args: Any, **kwargs:
 @rule("unfold")
 def unfold(call: Call, input: Operand, dimension: int, size: int, step: int) -> Spec | None:
     """`Tensor.unfold`, windows of a dim as a new last dim. `F.unfold` runs its own body, which calls im2col."""
-    if not all(isinstance(v, int) for v in (dimension, size, step)) or not -input.ndim <= dimension < input.ndim:
-        return None
-    if step <= 0 or not 0 <= size <= input.shape[dimension]:
+    if not -input.ndim <= dimension < input.ndim or step <= 0 or not 0 <= size <= input.shape[dimension]:
         return None
     d = dimension % input.ndim
     factors: Dims = tuple(None if i == d else i for i in range(input.ndim))

@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from terrazzo.tensor.dispatch.spec import Call, Spec
+from terrazzo.tensor.dispatch.spec import Call, Operand, Spec
 from terrazzo.tensor.ops.forms import names_of
 
 How: TypeAlias = Literal["rule", "decomposition", "handler", "body", "replicate"]
@@ -90,7 +90,10 @@ def rule(
     draws: bool = False,
     any_number: bool = False,
 ) -> Callable[[_F], _F]:
-    """Register a rule: a function of the call and of the operation's arguments, with PyTorch's argument names."""
+    """Register a rule: a function of the call and of the operation's arguments, with PyTorch's argument names.
+
+    It covers the calls whose arguments are what its annotations say.
+    """
 
     def register(function: _F) -> _F:
         for name in names:
@@ -176,24 +179,49 @@ def taking(
 ) -> Callable[[Sequence[Any], Mapping[str, Any]], Any] | None:
     """`function`, a rule or decomposition, as a function of the arguments of such calls of `func`, after `first`.
 
-    None: it does not take them. Functions in Python may order their arguments differently from the ATen operators of
-    the same name, so theirs are passed by name.
+    None: it does not take them, or other kinds of them. Functions in Python may order their arguments differently from
+    the ATen operators of the same name, so theirs are passed by name.
     """
     signature = _signature(function)
     names = names_of(func, args)
     if names and names != tuple(signature.parameters)[len(first) : len(first) + len(names)]:
         try:
-            signature.bind(*first, **dict(zip(names, args, strict=True)), **kwargs)
-            return lambda args, kwargs: function(*first, **dict(zip(names, args, strict=True)), **kwargs)
+            bound = signature.bind(*first, **dict(zip(names, args, strict=True)), **kwargs)
         except TypeError:  # the rule has other argument names, so it also has the caller's order
             pass
+        else:
+            by_name = lambda args, kwargs: function(*first, **dict(zip(names, args, strict=True)), **kwargs)  # noqa: E731
+            return by_name if _are_as_annotated(bound) else None
     try:
-        signature.bind(*first, *args, **kwargs)
-        return lambda args, kwargs: function(*first, *args, **kwargs)
+        bound = signature.bind(*first, *args, **kwargs)
     except TypeError:
         return None
+    return (lambda args, kwargs: function(*first, *args, **kwargs)) if _are_as_annotated(bound) else None
 
 
 @functools.cache
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
+
+
+def _are_as_annotated(bound: inspect.BoundArguments) -> bool:
+    parameters = bound.signature.parameters
+    return all(_is(parameters[name].annotation, value) for name, value in bound.arguments.items())
+
+
+_KINDS = {"Operand": Operand, "int": int, "bool": bool, "None": type(None)}
+
+
+def _is(annotation: str, value: Any) -> bool:
+    """Whether an argument is what an annotation says; other annotations than these are not looked at."""
+    if annotation == "Static":
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        return type(value) is not Operand and all(_is("Static", part) for part in parts)
+    if annotation == "Ints":
+        return _is("int | None | Sequence[int]", value)
+    if " | " in annotation:
+        return any(_is(each, value) for each in annotation.split(" | "))
+    if annotation.startswith("Sequence["):
+        return isinstance(value, (list, tuple)) and all(_is(annotation[9:-1], each) for each in value)
+    kind = _KINDS.get(annotation)
+    return kind is None or type(value) is kind

@@ -235,7 +235,7 @@ def view_as_real(call: Call, input: Operand) -> Spec:
 @rule("select_scatter", "slice_scatter")
 def write_part(call: Call, input: Operand, src: Operand, dim: int = 0, *args: Any, **kwargs: Any) -> Spec | None:
     """A copy of `input` in which a part along `dim` is replaced by `src`."""
-    if call.operands != [input, src] or not isinstance(dim, int) or not input.ndim:
+    if call.operands != [input, src] or not input.ndim:
         return None
     d = norm_dim(dim, input.ndim)
     dims: Dims = tuple(None if i == d else i for i in range(input.ndim))
@@ -250,7 +250,7 @@ def write_part(call: Call, input: Operand, src: Operand, dim: int = 0, *args: An
 @rule("diag_embed")
 def diag_embed(call: Call, input: Operand, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Spec | None:
     """The last dim becomes the diagonal of two new dims."""
-    if not all(isinstance(v, int) for v in (offset, dim1, dim2)) or not input.ndim:
+    if not input.ndim:
         return None
     first, second = norm_dim(dim1, input.ndim + 1), norm_dim(dim2, input.ndim + 1)
     if first == second:
