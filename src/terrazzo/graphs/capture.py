@@ -37,9 +37,9 @@ from terrazzo.errors import CaptureError
 from terrazzo.graphs.draws import Draws
 from terrazzo.graphs.stand_ins import StandIns
 from terrazzo.graphs.surroundings import Executed, Frozen, Surroundings
-from terrazzo.graphs.values import Outputs, collect, local_of, take_apart
+from terrazzo.graphs.values import Outputs, collect, take_apart
 from terrazzo.tensor.copied_view import CopiedView
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor, local_of, wrap
 
 Compiled = Callable[..., Sequence[torch.Tensor]]
 Backend = Callable[[nn.Module, list[Any]], Compiled]

@@ -37,10 +37,9 @@ from terrazzo.graphs.values import (
     describe_tensor,
     describe_value,
     is_resizable,
-    local_of,
 )
 from terrazzo.tensor import random
-from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.dtensor import DTensor, local_of
 from terrazzo.tensor.links import counts_as_replicated
 from terrazzo.tensor.ops.cross_entropy import parallel_loss
 

@@ -16,7 +16,7 @@ from terrazzo._torch.counting import CountingParameter
 from terrazzo._torch.dispatching import tree_flatten, tree_unflatten
 from terrazzo.errors import CaptureError
 from terrazzo.layout import Placement
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor, local_of, wrap
 
 _BY_VALUE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, enum.Enum)
 # Types of objects that are compared by identity: another object is another argument, and the same one is unchanged.
@@ -67,11 +67,6 @@ def _collect_other(value: Any, key: list[Any], tensors: list[Any]) -> None:
     key.append(spec)
     for leaf in leaves:
         collect(leaf, key, tensors)
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What a graph gets for a tensor."""
-    return tensor._local if isinstance(tensor, DTensor) else tensor
 
 
 def has_data(tensor: torch.Tensor) -> bool:

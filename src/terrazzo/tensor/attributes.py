@@ -25,7 +25,10 @@ from terrazzo.tensor.links import links
 
 _OPERATIONS: Final = frozenset({"H", "T", "mH", "mT", "imag", "real"})
 _OF_THE_WRAPPER: Final = ("_cdata", "_has_symbolic_sizes_strides", "_python_dispatch")
-_METHODS: Final = ("dense_dim", "is_distributed", "sparse_dim")  # with the local tensor's result
+_METHODS: Final = (  # with the local tensor's result
+    *("dense_dim", "element_size", "get_device", "is_complex", "is_distributed", "is_floating_point", "is_inference"),
+    *("is_signed", "sparse_dim"),
+)
 
 
 def define_attributes(cls: type[Any]) -> None:
@@ -44,8 +47,10 @@ def define_attributes(cls: type[Any]) -> None:
 
 
 def _method_of(name: str) -> Any:
+    of_local = getattr(torch.Tensor, name)
+
     def method(self: Any) -> Any:
-        return getattr(self._local, name)()
+        return of_local(self._local)
 
     method.__name__ = name
     return method
@@ -59,8 +64,7 @@ class OwnAttributes:
     @property
     def nbytes(self: Any) -> int:
         """The bytes of the global tensor, as in PyTorch."""
-        count: int = self._layout.shape.numel() * self._local.itemsize
-        return count
+        return self._layout.shape.numel() * self._local.itemsize
 
     @property
     def _spec(self: Any) -> Any:

@@ -22,7 +22,7 @@ from terrazzo.comm.collectives import all_gather, exchange
 from terrazzo.comm.mesh import ranks_of, when_groups_end
 from terrazzo.comm.simulated import is_simulated
 from terrazzo.errors import DTensorArgumentError
-from terrazzo.layout import Box, Layout, Partial, Placement, Replicate, cells_in, first_holders, replicas
+from terrazzo.layout import Box, Layout, cells_in, first_holders, replicas
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.redistribute import redistribute_local
 
@@ -121,10 +121,6 @@ class _Transferred(torch.autograd.Function):
         return _Transferred.apply(grad, dst, src), None, None
 
 
-def _without_terms(placements: Sequence[Placement]) -> list[Placement]:
-    return [Replicate() if isinstance(p, Partial) else p for p in placements]
-
-
 _DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
 
 
@@ -159,8 +155,7 @@ def redistribute_across(tensor: DTensor, dst: Layout) -> DTensor:
             local = redistribute_local(local, src, src.dual)
         src = src.dual
     _check_dtypes(local, src, dst)
-    plain = dst.with_placements(_without_terms(dst.placements), dst.order)
-    moved = _Transferred.apply(local, src, plain)
-    if plain is not dst and dst.coord is not None:
-        moved = redistribute_local(moved, plain, dst)
+    moved = _Transferred.apply(local, src, dst.dual)
+    if dst.dual is not dst and dst.coord is not None:
+        moved = redistribute_local(moved, dst.dual, dst)
     return wrap(moved, dst)

@@ -66,6 +66,11 @@ def wrap(local: torch.Tensor, layout: Layout) -> DTensor:
     return result
 
 
+def local_of(value: Any) -> Any:
+    """The local tensor of a DTensor; any other value itself."""
+    return value._local if isinstance(value, DTensor) else value
+
+
 def become(target: DTensor, value: DTensor) -> None:
     """Turn `target` into `value` but keep the object: for in-place operations that change the shape."""
     local = value._local
@@ -233,8 +238,7 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
     _pending: Any  # used by the subclasses for pending communication and for copied views
 
     def __new__(cls, local_tensor: Any = None, spec: Any = None, requires_grad: bool = False) -> DTensor:
-        made: DTensor = links.from_spec(local_tensor, spec, requires_grad)
-        return made
+        return links.from_spec(local_tensor, spec, requires_grad)
 
     @classmethod
     def __torch_function__(
@@ -322,8 +326,7 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh that holds the tensor."""
-        mesh: DeviceMesh = self._layout.mesh
-        return mesh
+        return self._layout.mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -359,24 +362,6 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
         if memory_format is torch.contiguous_format:
             return is_contiguous(self._local, self._layout.shape)
         return self._local.is_contiguous(memory_format=memory_format)
-
-    def is_floating_point(self) -> bool:
-        return self._local.is_floating_point()
-
-    def is_complex(self) -> bool:
-        return self._local.is_complex()
-
-    def is_inference(self) -> bool:
-        return self._local.is_inference()
-
-    def is_signed(self) -> bool:
-        return self._local.is_signed()
-
-    def element_size(self) -> int:
-        return self._local.element_size()
-
-    def get_device(self) -> int:
-        return self._local.get_device()
 
     def __len__(self) -> int:
         if not self._layout.shape:
@@ -544,14 +529,11 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
         if not isinstance(value, DTensor):
             raise DTensorError(f"DTensor.data can only be set to a DTensor, got {type(value).__name__}")
         local = value._local.detach()
-        if value._layout.shape == self._layout.shape and local.dtype == self._local.dtype:
-            self._local.data = local
-            self._layout = value._layout
-        else:
+        if value._layout.shape != self._layout.shape or local.dtype != self._local.dtype:
             with without_subclass_functions():
                 set_wrapper_data(self, wrap(local, value._layout))
-            self._local.data = local
-            self._layout = value._layout
+        self._local.data = local
+        self._layout = value._layout
         self._memo = self._grad_wrapper = None
 
     def detach(self) -> DTensor:
@@ -595,8 +577,7 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) in memo:
-            found: DTensor = memo[id(self)]
-            return found
+            return memo[id(self)]
         if not self._local.is_leaf:
             raise RuntimeError("only DTensors created by the user (graph leaves) can be deep-copied")
         local = keeping_strides(self._local.detach().clone(), self._local).requires_grad_(self._local.requires_grad)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,14 @@ def expanded(index: Any, ndim: int) -> list[Any]:
     fill = [slice(None)] * (ndim - taken)
     at = next((k for k, i in enumerate(items) if i is Ellipsis), None)
     return items + fill if at is None else [*items[:at], *fill, *items[at + 1 :]]
+
+
+def with_dims(index: Any, ndim: int) -> Iterator[tuple[Any, int]]:
+    """Each item of the expanded index with the dim that it applies to, or that follows it."""
+    d = 0
+    for i in expanded(tuple(index), ndim):
+        yield i, d
+        d += consumes(i)
 
 
 def region_of(index: Any, shape: Sequence[int]) -> Box | None:

@@ -22,7 +22,7 @@ from terrazzo._torch.dispatching import under_fake_tensors
 from terrazzo.comm import captured
 from terrazzo.comm.simulated import real_values
 from terrazzo.errors import DTensorError
-from terrazzo.layout import Box, Layout, Replicate, Shard
+from terrazzo.layout import Box, Layout
 from terrazzo.tensor.counter import (
     AnyWords,
     Few,
@@ -35,7 +35,7 @@ from terrazzo.tensor.counter import (
     words_of,
 )
 from terrazzo.tensor.generator_check import check_generators
-from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.redistribute import boxes_of, redistribute_local
 
 Make = Callable[..., torch.Tensor]
 
@@ -47,8 +47,7 @@ def draw_key(layout: Layout, generator: torch.Generator | None = None) -> int | 
     """
     recorder = captured.recorder()
     if recorder is not None:
-        key: torch.Tensor = recorder.draw(layout.mesh, generator)
-        return key
+        return recorder.draw(layout.mesh, generator)
     _check_not_captured(layout.mesh.device_type)
     number = next_number(generator)
     check_generators(layout.mesh, number, tuple(layout.shape), generator)
@@ -117,7 +116,13 @@ _MOST = 4096
 def drawn(
     layout: Layout, dtype: torch.dtype, generator: torch.Generator | None, make: Make, *aligned: torch.Tensor
 ) -> torch.Tensor:
-    """A new local tensor; `make(words, *pieces of aligned)` computes each piece from its random words."""
+    """A new local tensor; `make(words, *pieces of aligned)` computes each piece from its random words.
+
+    Numbers are drawn for boxes, which `aligned` are, too; terms, and what is cut in pieces, are made from these.
+    """
+    if layout.packed or layout.dual is not layout:
+        plain = boxes_of(layout)
+        return redistribute_local(drawn(plain, dtype, generator, make, *aligned), plain, layout)
     key = draw_key(layout, generator)
     if type(key) is int and not dtype.is_complex and not under_fake_tensors():
         few = _few.get(layout) or _few_of(layout)
@@ -172,22 +177,13 @@ def is_double(dtype: torch.dtype) -> bool:
     return dtype in (torch.float64, torch.complex128)
 
 
-def _working(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if is_double(dtype) else torch.float32
-
-
 def centred_uniform(words: AnyWords, dtype: torch.dtype, first: int = 0) -> torch.Tensor:
     """Uniform in (-0.5, 0.5), never 0: an odd multiple of 2**-33, exact near 0, from word number `first`; for doubles
     an odd multiple of 2**-65, from words `first` and `first + 1`."""
-    work = _working(dtype)
-    low = words.word(first).to(work).add_(0.5)
-    if work == torch.float32:
-        return low.mul_(2.0**-32)
-    return low.add_(2.0**31).mul_(2.0**-64).add_(words.word(first + 1).to(work), alpha=2.0**-32)
-
-
-def _digits(dtype: torch.dtype) -> int:
-    return {torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
+    if not is_double(dtype):
+        return words.word(first).to(torch.float32).add_(0.5).mul_(2.0**-32)
+    low = words.word(first).to(torch.float64).add_(0.5).add_(2.0**31).mul_(2.0**-64)
+    return low.add_(words.word(first + 1).to(torch.float64), alpha=2.0**-32)
 
 
 def standard_uniform(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
@@ -195,7 +191,7 @@ def standard_uniform(words: AnyWords, dtype: torch.dtype) -> torch.Tensor:
     if is_double(dtype):
         low = words.word(1).bitwise_right_shift_(6).to(torch.float64).add_(2.0**25).mul_(2.0**-53)
         return low.add_(words.word(0).bitwise_right_shift_(5).to(torch.float64), alpha=2.0**-27).add_(0.5)
-    digits = _digits(dtype)
+    digits = {torch.float16: 11, torch.bfloat16: 8}.get(dtype, 24)
     return words.word().bitwise_right_shift_(32 - digits).to(torch.float32).mul_(2.0**-digits).add_(0.5)
 
 
@@ -227,29 +223,15 @@ def _threshold(p: float) -> int:
     return round(p * 2.0**32) - (1 << 31)
 
 
-def _replicated_first(layout: Layout, make: Callable[[Layout], torch.Tensor]) -> torch.Tensor:
-    """Draw for the layout with replicas in place of terms, then turn the replicas into terms."""
-    if layout.dual is layout:
-        return make(layout)
-    plain = layout.with_placements(
-        [p if isinstance(p, Shard) else Replicate() for p in layout.placements], layout.order
-    )
-    return redistribute_local(make(plain), plain, layout)
-
-
 def uniform(layout: Layout, dtype: torch.dtype, generator: torch.Generator | None = None) -> torch.Tensor:
     """Local values of a uniform tensor in [0, 1)."""
-    return _replicated_first(
-        layout, lambda placed: drawn(placed, dtype, generator, lambda words: standard_uniform(words, dtype))
-    )
+    return drawn(layout, dtype, generator, lambda words: standard_uniform(words, dtype))
 
 
 def normal(layout: Layout, dtype: torch.dtype, generator: torch.Generator | None = None) -> torch.Tensor:
     """Local values of a standard normal tensor; of a complex one, both parts have half the variance."""
     scale = math.sqrt(0.5) if dtype.is_complex else 1.0
-    return _replicated_first(
-        layout, lambda placed: drawn(placed, dtype, generator, lambda words: standard_normal(words, dtype).mul_(scale))
-    )
+    return drawn(layout, dtype, generator, lambda words: standard_normal(words, dtype).mul_(scale))
 
 
 def keep_mask(layout: Layout, p: float, generator: torch.Generator | None = None) -> torch.Tensor:

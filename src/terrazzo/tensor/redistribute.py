@@ -18,7 +18,7 @@ from terrazzo.comm import differentiable as typed
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.pending import Pending
 from terrazzo.comm.wrapped import is_wrapper, why_not_sent
-from terrazzo.layout import Layout, Partial, Replicate, plan_transition
+from terrazzo.layout import Layout, Partial, Replicate, Shard, plan_transition
 from terrazzo.layout.transition import (
     LOCAL_STEPS,
     AllReduce,
@@ -34,6 +34,11 @@ from terrazzo.layout.transition import (
 from terrazzo.tensor.foreign import refuse_subclass
 
 _R = Replicate()
+
+
+def boxes_of(layout: Layout) -> Layout:
+    """The layout with neither terms nor a dim that is cut in pieces: what a rank holds is one box of the tensor."""
+    return layout.with_placements([p if isinstance(p, Shard) else _R for p in layout.placements], layout.order)
 
 
 def redistribute_local(local: torch.Tensor, src: Layout, dst: Layout, varying: tuple[int, ...] = ()) -> torch.Tensor:

@@ -18,7 +18,7 @@ from terrazzo.tensor.dispatch.fallback import replicate_and_run
 from terrazzo.tensor.dispatch.inplace import run_in_place, with_out
 from terrazzo.tensor.dispatch.keys import Route, any_number, remember, routes
 from terrazzo.tensor.dispatch.names import alias_of, canonical_name
-from terrazzo.tensor.dispatch.outside_mesh import not_known, replicated_outside_mesh, route_outside_mesh
+from terrazzo.tensor.dispatch.outside_mesh import not_known, results_outside_mesh, route_outside_mesh
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, Decomposed, leads_to_override, run_composite, take_apart
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors, check_one_mesh, describe, first_layout
 from terrazzo.tensor.dispatch.planner import make_plan
@@ -237,7 +237,7 @@ def _run_body_or_replicate(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any)
     layout = first_layout([*args, *kwargs.values()])
     if layout is not None and layout.coord is None:
         call, own_loc, own_kw = describe(canonical_name(func)[0], False, func, args, kwargs)
-        return replicated_outside_mesh(call, args, own_loc, own_kw, kwargs)
+        return results_outside_mesh(call, None, args, own_loc, own_kw, kwargs)
     return replicate_and_run(canonical_name(func)[0], func, args, kwargs)
 
 

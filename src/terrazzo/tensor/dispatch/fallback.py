@@ -27,8 +27,9 @@ from terrazzo.tensor.copied_view import (
     mark_copied,
     pass_on,
 )
+from terrazzo.tensor.dispatch.plain import replicated
 from terrazzo.tensor.dispatch.structure import map_tensors
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.redistribute import redistribute_local
 from terrazzo.tensor.strides import check_no_overlap
 
@@ -68,8 +69,8 @@ def replicate_and_run_in_place(name: str, func: Any, args: Sequence[Any], kwargs
     gathered.warn()
     func(*full_args, **full_kwargs)
     layout = target._layout
-    replicated = Layout.of(layout.mesh, (Replicate(),) * len(layout.placements), layout.shape)
-    target._local.copy_(redistribute_local(full_target, replicated, layout))
+    whole = layout.with_placements((Replicate(),) * len(layout.placements))
+    target._local.copy_(redistribute_local(full_target, whole, layout))
     pass_on(target)
     return target
 
@@ -122,8 +123,7 @@ class _Gathered:
         for full, source in self.given:
             if local is full:
                 return source  # the operation had nothing to do and returned its argument
-        mesh = self.layout.mesh
-        result = wrap(local, Layout.of(mesh, (Replicate(),) * len(self.layout.mesh_shape), tuple(local.shape)))
+        result = replicated(local, self.layout)
         # Compared by storage: autograd does not know a view with another dtype as a view.
         storage = _storage(local)
         if storage in self.copies:

@@ -171,15 +171,10 @@ def with_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _ask_cpp(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], type_of_result: torch.dtype) -> None:
     """Raise PyTorch's error for an `out` of another dtype: most functions do not cast to it, some cast to any."""
+    out = kwargs["out"]
+    fitting = torch.empty((1,) * out.ndim, dtype=type_of_result, device=out.device)
     try:
-        on_one_element(
-            func,
-            args,
-            {
-                **kwargs,
-                "out": torch.empty((1,) * kwargs["out"].ndim, dtype=type_of_result, device=kwargs["out"].device),
-            },
-        )
+        on_one_element(func, args, {**kwargs, "out": fitting})
     except Exception:
         return  # the function does not work on one element, so nothing is known
     on_one_element(func, args, kwargs)

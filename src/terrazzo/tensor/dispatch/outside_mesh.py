@@ -32,7 +32,7 @@ def route_outside_mesh(call: Call, plan: CallPlan) -> Route:
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         joins = plan.joined is not None and plan.joined.applies(loc, kw)
         outs = plan.joined_outs if joins else plan.outs
-        return _results(call.name, func, call.operands, outs, args, loc, kw, kwargs)
+        return results_outside_mesh(call, outs, args, loc, kw, kwargs)
 
     return run
 
@@ -43,11 +43,6 @@ def not_known(name: str, mesh: Any) -> DTensorError:
         f"{name}: this rank is outside the mesh {mesh}, and the shape or dtype of the result is not known without the "
         "values; call this on ranks of the mesh only, or redistribute the tensor to a mesh of all ranks first"
     )
-
-
-def replicated_outside_mesh(call: Call, args: Sequence[Any], loc: list[Any], kw: dict[str, Any], kwargs: Any) -> Any:
-    """The result of a function that runs on replicated operands, on a rank that holds none of them."""
-    return _results(call.name, call.func, call.operands, None, args, loc, kw, kwargs)
 
 
 def in_place_outside_mesh(
@@ -72,33 +67,31 @@ def in_place_outside_mesh(
     return target
 
 
-def _results(
-    name: str,
-    func: Any,
-    operands: Sequence[Operand],
+def results_outside_mesh(
+    call: Call,
     outs: Sequence[Layout] | None,
     args: Sequence[Any],
     loc: Sequence[Any],
     kw: Mapping[str, Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """What `func` returns, with DTensors without elements in the layouts `outs`; replicated if that is None."""
-    given = [get_at(args, kwargs, o.path) for o in operands]
-    result, same = without_data(func, operands, loc, kw)
+    """What a call returns, with DTensors without elements in the layouts `outs`; replicated if that is None."""
+    given = [get_at(args, kwargs, o.path) for o in call.operands]
+    result, same = without_data(call.func, call.operands, loc, kw)
     found: list[torch.Tensor] = []
     map_tensors(result, found.append)
-    mesh = operands[0].layout.mesh
+    mesh = call.operands[0].layout.mesh
     if outs is None and result is not None:
-        whole = (Replicate(),) * len(operands[0].layout.mesh_shape)
+        whole = (Replicate(),) * len(call.operands[0].layout.mesh_shape)
         outs = [Layout.of(mesh, whole, tuple(t.shape)) for t in found]
     if result is None or outs is None or [tuple(t.shape) for t in found] != [tuple(o.shape) for o in outs]:
         result = None
         with suppress(Exception):  # of the result only dtypes are used
-            result = None if outs is None else on_one_element(func, loc, kw)
+            result = None if outs is None else on_one_element(call.func, loc, kw)
         found = []
         map_tensors(result, found.append)
         if outs is None or len(found) != len(outs):
-            raise not_known(name, mesh)
+            raise not_known(call.name, mesh)
         same, strides = [], False
     else:
         strides = True

@@ -11,6 +11,7 @@ thread state from before is restored, so that operations on the local tensors ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,7 +31,7 @@ from terrazzo._torch.dispatching import (
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.spec import Call, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
-from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.dtensor import DTensor, local_of
 from terrazzo.tensor.links import links
 from terrazzo.tensor.ops.table import TABLE
 
@@ -57,10 +58,8 @@ def leads_to_override(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     if isinstance(func, OpOverloadPacket):
         return any(getattr(func, name) in OVERRIDES for name in func.overloads())
     seen = _Operators()
-    meta_args, meta_kwargs = map_tensors(list(args), on_meta), map_tensors(dict(kwargs), on_meta)
     try:
-        with unseen(), torch.no_grad(), seen:
-            func(*meta_args, **meta_kwargs)
+        run_on_meta(func, args, kwargs, seen)
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
         return False  # it needs data; its parts come here again, operator by operator
     return not OVERRIDES.keys().isdisjoint(seen.operators)
@@ -83,10 +82,14 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def on_meta(t: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same global shape and dtype, without data."""
-    dtype = t._local.dtype if isinstance(t, DTensor) else t.dtype
-    return torch.empty(tuple(t.shape), dtype=dtype, device="meta")
+def run_on_meta(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], mode: Any = None) -> Any:
+    """What `func` returns, under a mode, for tensors of the same global shapes and dtypes, without data."""
+
+    def on_meta(t: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tuple(t.shape), dtype=local_of(t).dtype, device="meta")
+
+    with unseen(), torch.no_grad(), mode or nullcontext():
+        return func(*map_tensors(list(args), on_meta), **map_tensors(dict(kwargs), on_meta))
 
 
 def run_composite(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

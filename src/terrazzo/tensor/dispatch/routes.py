@@ -106,7 +106,7 @@ def wrap_outputs(result: Any, outs: Sequence[Layout]) -> Any:
 
 def check_shapes(name: str, result: Any, outs: Sequence[Layout]) -> None:
     tensors: list[torch.Tensor] = []
-    map_tensors(result, lambda t: tensors.append(t))
+    map_tensors(result, tensors.append)
     if len(tensors) != len(outs) or any(t.shape != o.local_shape for t, o in zip(tensors, outs, strict=True)):
         raise DTensorError(
             f"{name}: on this rank the rule expects local results of shape {[tuple(o.local_shape) for o in outs]}, but "
@@ -260,8 +260,7 @@ def _same_or_new(name: str, plan: CallPlan, ready: Callable[..., None] | None) -
         given = loc[0]
         local = func(*loc, **kw) if local_function is None else local_function(func, loc, kw)
         if local is given:
-            same: DTensor = args[0]
-            return same
+            return args[0]
         result = wrap(local, out)
         if (moves or type(args[0]) is CopiedView) and is_view(local) and base_of(local) is base_of(given):
             if moves:
@@ -319,12 +318,8 @@ def _simple_view(name: str, plan: CallPlan) -> Route:
     return run
 
 
-def _always(*args: Any, **kwargs: Any) -> bool:
-    return True
-
-
 IGNORES_REPEATS: dict[str, Callable[..., bool]] = {
-    **dict.fromkeys(("zero", "masked_fill", "index_fill", "index_put", "tril", "triu"), _always),
+    **dict.fromkeys(("zero", "masked_fill", "index_fill", "index_put", "tril", "triu"), lambda *args, **kwargs: True),
     "fill": lambda input, value: not isinstance(value, torch.Tensor),
     "conj_physical": lambda input: not input.is_complex(),
 }

@@ -104,16 +104,12 @@ Ints: TypeAlias = int | Sequence[int] | None
 """Dims, as arguments name them: one, several, or by None all."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Operand:
     """A DTensor argument in the form that rules get."""
 
-    __slots__ = ("layout", "path")
     layout: Layout
     path: tuple[Any, ...]
-
-    def __init__(self, layout: Layout, path: tuple[Any, ...]) -> None:
-        self.layout = layout
-        self.path = path
 
     @property
     def shape(self) -> tuple[int, ...]:

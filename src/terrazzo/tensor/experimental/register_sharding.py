@@ -7,13 +7,13 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, unseen, writes_arguments
+from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, writes_arguments
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Partial, Placement, Replicate
 from terrazzo.layout.placement import _StridedShard
 from terrazzo.tensor.dispatch.candidates import cut_of
 from terrazzo.tensor.dispatch.keys import any_number, forget
-from terrazzo.tensor.dispatch.overrides import OVERRIDES, Decomposed, on_meta
+from terrazzo.tensor.dispatch.overrides import OVERRIDES, Decomposed, run_on_meta
 from terrazzo.tensor.dispatch.spec import Acceptable, Call, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.libraries import TensorMeta
@@ -262,10 +262,8 @@ def _paths(value: Any, path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 
 
 def _output_shapes(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    meta_args, meta_kwargs = map_tensors(list(args), on_meta), map_tensors(dict(kwargs), on_meta)
     try:
-        with unseen(), torch.no_grad():
-            result = op(*meta_args, **meta_kwargs)
+        result = run_on_meta(op, args, kwargs)
     except NotImplementedError as error:
         raise DTensorError(
             f"{op} cannot compute the shape of its results: register a fake implementation with "

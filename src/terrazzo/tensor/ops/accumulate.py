@@ -49,8 +49,7 @@ def product_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype in which a product or convolution of `dtype` runs: autocast may change it."""
     if not dtype.is_floating_point or dtype is torch.float64 or not torch.is_autocast_enabled(device.type):
         return dtype
-    own: torch.dtype = torch.get_autocast_dtype(device.type)
-    return own
+    return torch.get_autocast_dtype(device.type)
 
 
 def given_type(func: Any, loc: Sequence[Any], kw: dict[str, Any]) -> torch.dtype:
@@ -60,8 +59,7 @@ def given_type(func: Any, loc: Sequence[Any], kw: dict[str, Any]) -> torch.dtype
     device = next(v.device.type for v in (*loc, *kw.values()) if isinstance(v, torch.Tensor))
     if kw.get("dtype") is not None or not torch.is_autocast_enabled(device):
         return found
-    dtype: torch.dtype = on_one_element(func, loc, kw).dtype
-    return dtype
+    return on_one_element(func, loc, kw).dtype
 
 
 def sums_in_single(in_single: LocalFunction) -> Callable[[Chosen], Joined]:
@@ -87,8 +85,7 @@ def with_dtype(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             loc = [loc[0].to(kw["dtype"]), *loc[1:]]
         else:
             kw = kw | {"input": kw["input"].to(kw["dtype"])}
-    result: torch.Tensor = func(*loc, **(kw | {"dtype": torch.float32}))
-    return result
+    return func(*loc, **(kw | {"dtype": torch.float32}))
 
 
 def axis_of_terms(out: Layout) -> Axis:

@@ -24,12 +24,12 @@ from terrazzo._torch.checkpointing import captured
 from terrazzo._torch.dispatching import attribute_of_wrapper, tree_flatten, tree_map, tree_unflatten
 from terrazzo._torch.function_apply import node_class_of, only_saves, plain_apply
 from terrazzo._torch.tensors import same_kind_of_storage
-from terrazzo.comm.axis import axis_of
 from terrazzo.comm.differentiable import cast, first_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial
-from terrazzo.tensor.dtensor import DTensor, gradient_layout, sums_only, wrap
+from terrazzo.tensor.dtensor import DTensor, gradient_layout, local_of, sums_only, wrap
 from terrazzo.tensor.links import links
+from terrazzo.tensor.ops.accumulate import axis_of_terms
 from terrazzo.tensor.ops.table import handler
 from terrazzo.tensor.redistribute import redistribute_local
 
@@ -40,14 +40,6 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, torch.Tensor) or value is None else tuple(value)
 
 
-def _local_of(value: Any) -> Any:
-    return value._local if isinstance(value, DTensor) else value
-
-
-def _term_dims(layout: Layout) -> tuple[int, ...]:
-    return tuple(m for m, p in enumerate(layout.placements) if isinstance(p, Partial))
-
-
 def gradient_of(local: torch.Tensor, layout: Layout) -> DTensor:
     """The gradient that autograd found for a local tensor of `layout`, as a DTensor; for partial, that of the tensor.
 
@@ -55,7 +47,7 @@ def gradient_of(local: torch.Tensor, layout: Layout) -> DTensor:
     matters for the backward of the backward, where gradients of that value on several ranks are summed.
     """
     if layout.dual is not layout and sums_only(layout):
-        local = first_of(local, axis_of(layout.mesh, _term_dims(layout)))
+        local = first_of(local, axis_of_terms(layout))
     return wrap(local, gradient_layout(layout))
 
 
@@ -73,7 +65,7 @@ def gradient_for(gradient: DTensor, layout: Layout) -> torch.Tensor:
         return gradient._local
     terms = prod(layout.mesh_shape[m] for m, p in enumerate(layout.placements) if p.is_partial("avg"))
     own = gradient._local if terms == 1 else gradient._local / terms
-    return cast(own, axis_of(layout.mesh, _term_dims(layout)))
+    return cast(own, axis_of_terms(layout))
 
 
 links.gradient_of, links.gradient_for = gradient_of, gradient_for
@@ -124,7 +116,7 @@ def _backward(
     outputs = _as_tuple(tensors)
     given = (None,) * len(outputs) if grad_tensors is None else _as_tuple(grad_tensors)
     roots = [_root(o, g) for o, g in zip(outputs, given, strict=True)]
-    wanted = None if inputs is None else [_local_of(i) for i in _as_tuple(inputs)]
+    wanted = None if inputs is None else [local_of(i) for i in _as_tuple(inputs)]
     torch.autograd.backward([r[0] for r in roots], [r[1] for r in roots], retain_graph, create_graph, inputs=wanted)
 
 
@@ -150,7 +142,7 @@ def _grad(
     given = (None,) * len(outs) if grad_outputs is None else _as_tuple(grad_outputs)
     roots = [_root(o, g) for o, g in zip(outs, given, strict=True)]
     found = torch.autograd.grad(
-        [r[0] for r in roots], [_local_of(i) for i in ins], [r[1] for r in roots], retain_graph, create_graph,
+        [r[0] for r in roots], [local_of(i) for i in ins], [r[1] for r in roots], retain_graph, create_graph,
         allow_unused=allow_unused, materialize_grads=materialize_grads,
     )  # fmt: skip
     return tuple(
@@ -195,7 +187,7 @@ class _Context:
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.__dict__["_layouts"] = tuple(t._layout if isinstance(t, DTensor) else None for t in tensors)
-        self._real.save_for_backward(*[_local_of(t) for t in tensors])
+        self._real.save_for_backward(*[local_of(t) for t in tensors])
 
     save_for_forward = save_for_backward
 
@@ -209,18 +201,17 @@ class _Context:
         )
 
     def mark_dirty(self, *tensors: Any) -> None:
-        self._real.mark_dirty(*[_local_of(t) for t in tensors])
+        self._real.mark_dirty(*[local_of(t) for t in tensors])
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
-        self._real.mark_non_differentiable(*[_local_of(t) for t in tensors])
+        self._real.mark_non_differentiable(*[local_of(t) for t in tensors])
 
     def set_materialize_grads(self, value: bool) -> None:
         self._real.set_materialize_grads(value)
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        needed: tuple[bool, ...] = self._real.needs_input_grad[-self._count :] if self._count else ()
-        return needed
+        return self._real.needs_input_grad[-self._count :] if self._count else ()
 
 
 _bridges: WeakKeyDictionary[type, type] = WeakKeyDictionary()
@@ -258,7 +249,7 @@ def _forward(ctx: Any, user: Any, report: list[Any], layouts: Any, *flat: Any) -
     ctx.out_layouts = [o._layout if isinstance(o, DTensor) else None for o in outs]
     proxy.__dict__["_real"] = None
     report.append((ctx.out_layouts, isinstance(result, tuple)))
-    return tuple(_local_of(o) for o in outs)
+    return tuple(local_of(o) for o in outs)
 
 
 def _backward_of_user(ctx: Any, *grads: Any) -> Any:
@@ -357,7 +348,7 @@ def apply_function(cls: Any, *args: Any, **kwargs: Any) -> Any:
     report: list[Any] = []
     args = tuple(_sums(a) for a in args)
     layouts = [a._layout if isinstance(a, DTensor) else None for a in args]
-    outs = plain_apply(_bridge_of(cls), cls, report, layouts, *[_local_of(a) for a in args])
+    outs = plain_apply(_bridge_of(cls), cls, report, layouts, *[local_of(a) for a in args])
     out_layouts, is_tuple = report[0]
     wrapped = tuple(wrap(o, layout) if layout is not None else o for o, layout in zip(outs, out_layouts, strict=True))
     return wrapped if is_tuple else wrapped[0]
@@ -388,7 +379,7 @@ def grad_and_value(func: Callable[..., Any], argnums: Any, has_aux: bool, args: 
         found = iter(torch.autograd.grad(output, tensors, create_graph=True, materialize_grads=True))
         grads = [next(found) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in flat]
     if not outer_grad or not _depends_on_others([output, *grads], tensors):
-        output, aux, grads = tree_map(_detached, (output, aux, grads))
+        output, aux, grads = tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, (output, aux, grads))
     result = tree_unflatten(grads, spec)
     return (result, (output, aux)) if has_aux else (result, output)
 
@@ -400,12 +391,8 @@ def _own(x: Any, outer_grad: bool) -> Any:
     return x.view_as(x) if outer_grad and x.requires_grad else x.detach().requires_grad_()
 
 
-def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, torch.Tensor) else x
-
-
 def _depends_on_others(results: Iterable[Any], own: Iterable[torch.Tensor]) -> bool:
     """Whether the graph of `results` reaches a leaf outside `own`: then an outer computation still needs the graph."""
-    locals_ = [_local_of(x) for x in results if isinstance(x, torch.Tensor)]
+    locals_ = [local_of(x) for x in results if isinstance(x, torch.Tensor)]
     reached = leaves_of([local for local in locals_ if local.grad_fn is not None])
-    return not reached.keys() <= {id(_local_of(x)) for x in own}
+    return not reached.keys() <= {id(local_of(x)) for x in own}

@@ -10,7 +10,7 @@ import torch
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_reduce
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors
-from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.dtensor import DTensor, local_of
 from terrazzo.tensor.ops.table import decomposition, handler
 from terrazzo.tensor.redistribute import redistribute_local
 
@@ -55,22 +55,11 @@ def is_nonzero(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
 
 @handler(
     *("is_complex", "is_floating_point", "is_signed", "is_inference", "is_conj", "is_neg", "is_tensor", "is_storage"),
-    *("_is_zerotensor", "can_cast", "promote_types", "result_type", "get_is_conj", "get_is_neg"),
+    *("_is_zerotensor", "can_cast", "promote_types", "result_type", "get_is_conj", "get_is_neg", "is_pinned"),
 )
 def ask_local(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Questions about dtype and the like, which every local tensor can answer."""
-
-    def local(value: Any) -> Any:
-        return value._local if isinstance(value, DTensor) else value
-
-    return func(*map(local, args), **{k: local(v) for k, v in kwargs.items()})
-
-
-@handler("is_pinned")
-def is_pinned(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    tensor = args[0]
-    assert isinstance(tensor, DTensor)
-    return bool(tensor._local.is_pinned(*args[1:], **kwargs))
+    return func(*map(local_of, args), **{k: local_of(v) for k, v in kwargs.items()})
 
 
 @handler("is_set_to")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from terrazzo.layout import Layout, Replicate
+from terrazzo.tensor.dispatch.plain import replicated
 from terrazzo.tensor.dispatch.spec import Call, Chosen, Dims, LocalFunction, Operand, Spec, Static, within
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.ops.table import handler, rule
 
 _UNREAD = frozenset((0,))
@@ -57,11 +57,7 @@ def _made(input: Operand, shape: tuple[int, ...], make: Any) -> Spec:
     def localize(chosen: Chosen) -> LocalFunction:
         local_shape = tuple(chosen.outs[0].local_shape)
 
-        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-            result: torch.Tensor = make(loc[0], local_shape)
-            return result
-
-        return run
+        return lambda func, loc, kw: make(loc[0], local_shape)
 
     return Spec([dims], [out], [shape], localize=localize, unread=_UNREAD)
 
@@ -70,13 +66,11 @@ def _made(input: Operand, shape: tuple[int, ...], make: Any) -> Spec:
 def new_tensor_of_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The caller's data is the same on every rank, so the result is replicated."""
     source = args[0]
-    if not isinstance(source, DTensor) or any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values())):
+    if not isinstance(source, DTensor) or source._layout.coord is None:
         return NotImplemented
-    if source._layout.coord is None:
+    if any(isinstance(a, torch.Tensor) for a in (*args[1:], *kwargs.values())):
         return NotImplemented
-    local = source._local.new_tensor(*args[1:], **kwargs)
-    mesh = source._layout.mesh
-    return wrap(local, Layout.of(mesh, (Replicate(),) * len(source._layout.placements), tuple(local.shape)))
+    return replicated(source._local.new_tensor(*args[1:], **kwargs), source._layout)
 
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like", any_number=True)

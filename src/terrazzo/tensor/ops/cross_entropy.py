@@ -26,8 +26,8 @@ from terrazzo.tensor.dispatch.spec import HALF, Call, Chosen, Dims, LocalFunctio
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.links import counts_as_replicated
 from terrazzo.tensor.ops.accumulate import axis_of_shards, sums_in_single, working_type
-from terrazzo.tensor.ops.losses import REDUCTIONS, indices
-from terrazzo.tensor.ops.questions import check_bounds, in_boxes, is_sharded_along
+from terrazzo.tensor.ops.losses import REDUCTIONS, indices, total_weight
+from terrazzo.tensor.ops.questions import check_bounds, in_boxes, is_sharded_along, without_dims
 from terrazzo.tensor.ops.table import decomposition, rule
 
 F = torch.nn.functional
@@ -119,12 +119,7 @@ def of_whole_rows(
     def mean_of(total: Any, loc: list[Any], across: Axis | None) -> Any:
         """Divides by the total weight of the targets on all ranks."""
         x, targets, weights = _three(loc)
-        counts = targets != ignore_index
-        work = working_type(x.dtype)
-        if weights is None:
-            share = counts.sum().to(work)
-        else:
-            share = (weights.detach()[targets.masked_fill(~counts, 0)] * counts).sum(dtype=work)
+        share = total_weight(targets, targets != ignore_index, weights, working_type(x.dtype))
         return total / (share if across is None else all_reduce(share, across))
 
     def localize(chosen: Chosen) -> LocalFunction | None:
@@ -211,18 +206,8 @@ class _Where:
         dim = 1 if layout.ndim > 1 else 0
         cut = layout.shard_order(dim)
         others = tuple(m for m, p in enumerate(layout.placements) if isinstance(p, Shard) and m not in cut)
-        kept = [d for d in range(layout.ndim) if d != dim]
-        samples = Layout.of(
-            layout.mesh,
-            [
-                Shard(kept.index(p.dim)) if isinstance(p, Shard) and p.dim != dim else Replicate()
-                for p in layout.placements
-            ],
-            [layout.shape[d] for d in kept],
-            layout.order,
-        )
         axis = axis_of(layout.mesh, cut) if cut else None
-        return _Where(layout, dim, axis, others, layout.box().offsets[dim], samples)
+        return _Where(layout, dim, axis, others, layout.box().offsets[dim], without_dims(layout, (dim,)))
 
     def joined(self, terms: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks that have different classes."""

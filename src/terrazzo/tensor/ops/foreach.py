@@ -23,7 +23,8 @@ from terrazzo.layout import Layout, Partial, Replicate
 from terrazzo.tensor.copied_view import CopiedView, check_writable, pass_on
 from terrazzo.tensor.dispatch.keys import list_handlers
 from terrazzo.tensor.dispatch.names import canonical_name
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dispatch.plain import replicated
+from terrazzo.tensor.dtensor import DTensor, local_of, wrap
 from terrazzo.tensor.ops.accumulate import join_norms, norm_of_nothing, working_type
 from terrazzo.tensor.ops.forms import Form, form_of
 from terrazzo.tensor.ops.pointwise import is_pointwise
@@ -43,8 +44,8 @@ def locals_of(value: Any) -> Any:
         try:
             return [x._local for x in value]
         except AttributeError:
-            return [x._local if isinstance(x, DTensor) else x for x in value]
-    return value._local if isinstance(value, DTensor) else value
+            return [local_of(x) for x in value]
+    return local_of(value)
 
 
 def _layouts(tensors: Sequence[Any]) -> list[Layout | None]:
@@ -357,4 +358,4 @@ def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
         norms.append(join_norms(norm, order, axis_of(mesh, dims)) if dims else norm)
     total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
-    return wrap(total.to(dtype.to_real()), Layout.of(first.mesh, (Replicate(),) * len(first.mesh_shape), ()))
+    return replicated(total.to(dtype.to_real()), first)

@@ -24,7 +24,7 @@ from terrazzo.tensor.dispatch.routes import cast_fresh
 from terrazzo.tensor.dispatch.shapes import broadcast_shapes
 from terrazzo.tensor.dispatch.spec import Call, Chosen, LocalFunction, OneArgument, Operand, Spec
 from terrazzo.tensor.dtensor import DTensor, run_again, wrap
-from terrazzo.tensor.indices import MASKS, as_tuple, consumes, expanded, is_basic, is_mask, normal
+from terrazzo.tensor.indices import MASKS, as_tuple, consumes, expanded, is_basic, is_mask, normal, with_dims
 from terrazzo.tensor.ops.questions import check_bounds
 from terrazzo.tensor.ops.table import handler, rule
 from terrazzo.tensor.ops.views import dims_of_view
@@ -58,19 +58,10 @@ def getitem(call: Call, input: Operand, index: Any) -> Spec | None:
         # A slice that takes all of a sharded dim may have global bounds, which would be wrong for the local tensor.
         kept = spec.ins[0]
         local_index = tuple(
-            slice(None) if isinstance(i, slice) and kept[d] is not None else i for i, d in _with_dims(items, input.ndim)
+            slice(None) if isinstance(i, slice) and kept[d] is not None else i for i, d in with_dims(items, input.ndim)
         )
         spec.localize = lambda chosen: OneArgument(operator.getitem, local_index)
     return spec
-
-
-def _with_dims(items: Sequence[Any], ndim: int) -> list[tuple[Any, int]]:
-    """Each item of the expanded index with the dim that it applies to (0 for items without a dim)."""
-    result, d = [], 0
-    for i in expanded(items, ndim):
-        result.append((i, 0 if i is None else d))
-        d += consumes(i)
-    return result
 
 
 def _replicated(layout: Layout) -> Layout:
@@ -94,7 +85,7 @@ def _by_integers(input: Operand, items: Sequence[Any]) -> Spec | None:
     ):
         return None
     indices = expanded(tuple(items), input.ndim)
-    if any(isinstance(i, slice) and not _is_whole(i, n) for i, n in zip(indices, input.shape, strict=True)):
+    if any(isinstance(i, slice) and i.indices(n) != (0, n, 1) for i, n in zip(indices, input.shape, strict=True)):
         return None
     given = [i for i in indices if isinstance(i, Operand)]
     try:
@@ -134,10 +125,6 @@ def _by_integers(input: Operand, items: Sequence[Any]) -> Spec | None:
         localize=localize,
         guard=_without_masks,
     )
-
-
-def _is_whole(i: slice, n: int) -> bool:
-    return i.indices(n) == (0, n, 1)
 
 
 def _without_masks(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
@@ -183,8 +170,7 @@ def _advanced(target: DTensor, index: Sequence[Any]) -> DTensor:
     if any(i != slice(None) for i in basic):
         target = run_again(torch.Tensor.__getitem__, (target, basic), {})
     if _only_integers(target, items):
-        picked: DTensor = run_again(torch.Tensor.__getitem__, (target, tuple(items)), {})
-        return picked
+        return run_again(torch.Tensor.__getitem__, (target, tuple(items)), {})
     return _picked(target, items)
 
 
@@ -201,11 +187,7 @@ def _picked(target: DTensor, index: Sequence[Any]) -> DTensor:
         for p in layout.placements
     ]
     kept = layout.with_placements(placements, layout.order)
-    varying = tuple(m for m in kept.varying)
-    local = redistribute_local(target._local, layout, kept, varying)
-    if varying and local.requires_grad and torch.is_grad_enabled():
-        dims = tuple(m for m in varying if kept.placements[m].is_replicate() and not layout.placements[m].is_shard())
-        local = cast_fresh(local, dims, layout.mesh) if dims else local
+    local = _for_varying(target, kept, kept.varying)
     if not local.numel() and 0 not in shape:
         _check_bounds(items, layout)
     picked = _own_strides(local[tuple(items)])
@@ -213,27 +195,31 @@ def _picked(target: DTensor, index: Sequence[Any]) -> DTensor:
     return wrap(picked, Layout.of(layout.mesh, placed, shape, layout.order))
 
 
+def _for_varying(value: DTensor, wanted: Layout, varying: tuple[int, ...]) -> torch.Tensor:
+    """This rank's part under `wanted`, of which ranks use other elements along the mesh dims `varying`."""
+    have = value._layout
+    local = redistribute_local(value._local, have, wanted, varying)
+    dims = tuple(m for m in varying if wanted.placements[m].is_replicate() and not have.placements[m].is_shard())
+    return cast_fresh(local, dims, have.mesh) if dims and local.requires_grad and torch.is_grad_enabled() else local
+
+
 def _check_bounds(items: Sequence[Any], layout: Layout) -> None:
     """For an empty local tensor: C++ does not check the bounds of an index into an empty tensor."""
-    d = 0
-    for i in expanded(tuple(items), layout.ndim):
+    for i, d in with_dims(items, layout.ndim):
         if isinstance(i, torch.Tensor) and not is_mask(i):
             n = layout.shape[d]
             check_bounds(torch.where(i < 0, i + n, i), n, "index")
-        d += consumes(i)
 
 
 def _check_masks(items: Sequence[Any], layout: Layout) -> None:
     """Raise if a mask has another shape than the dims that it is for."""
-    d = 0
-    for i in expanded(tuple(items), layout.ndim):
+    for i, d in with_dims(items, layout.ndim):
         shape = layout.shape[d : d + consumes(i)]
         if is_mask(i) and tuple(i.shape) != tuple(shape):
             raise IndexError(
                 f"The shape of the mask {list(i.shape)} does not match the shape of the indexed tensor "
                 f"{list(layout.shape)} from dim {d} on"
             )
-        d += consumes(i)
 
 
 def _own_strides(picked: torch.Tensor) -> torch.Tensor:
@@ -387,12 +373,10 @@ def _value_layout(value: Layout, items: Sequence[Any], target: Layout) -> Layout
     if value.mesh is not target.mesh:
         return _replicated(value)
     taken: list[int | None] = []  # for each dim of the region, the target's dim if it is taken whole, else None
-    d = 0
-    for i in expanded(items, target.ndim):
+    for i, d in with_dims(items, target.ndim):
         if i is None or isinstance(i, slice):
             whole = i is not None and range(*i.indices(target.shape[d])) == range(target.shape[d])
             taken.append(d if whole else None)
-        d += consumes(i)
     shift = len(taken) - value.ndim
     placements: list[Placement] = []
     for p in target.placements:
@@ -416,13 +400,7 @@ def _my_part(value: Any, wanted: Layout | None, region: Sequence[int], mine: Seq
         return value
     if isinstance(value, DTensor):
         assert wanted is not None
-        varying = layout.varying
-        local = redistribute_local(value._local, value._layout, wanted, varying)
-        dims = tuple(
-            m for m in varying if wanted.placements[m].is_replicate() and not value._layout.placements[m].is_shard()
-        )
-        if dims and local.requires_grad and torch.is_grad_enabled():
-            local = cast_fresh(local, dims, layout.mesh)
+        local = _for_varying(value, wanted, layout.varying)
     else:
         local = value
     if not mine:

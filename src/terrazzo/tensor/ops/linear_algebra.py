@@ -65,12 +65,10 @@ def vander(call: Call, x: Operand, N: int | None = None, increasing: bool = Fals
         return None
     count = x.shape[-1] if N is None else N
     factors: Dims = tuple(range(x.ndim))
+    order = {} if call.name == "linalg_vander" else {"increasing": increasing}
 
     def localize(chosen: Chosen) -> LocalFunction:
-        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> Any:
-            return func(loc[0], N=count, **({} if call.name == "linalg_vander" else {"increasing": increasing}))
-
-        return run
+        return lambda func, loc, kw: func(loc[0], N=count, **order)
 
     return Spec([factors], [(*factors, None)], [(*x.shape, count)], localize=localize)
 

@@ -83,13 +83,16 @@ def _local_nll(chosen: Chosen, samples: Sequence[int], ignore_index: int, reduct
             loss = loss if reduction == "none" else loss.sum(dtype=work)
         if reduction != "mean":
             return loss
-        if weight is None:
-            share = mine.sum().to(work)
-        else:
-            share = (weight.detach()[local.clamp(min=0)] * mine).sum(dtype=work)
-        return loss / all_reduce(share, axis_of(mesh, mesh_dims))
+        return loss / all_reduce(total_weight(local, mine, weight, work), axis_of(mesh, mesh_dims))
 
     return run
+
+
+def total_weight(target: Any, counts: Any, weight: Any, dtype: torch.dtype) -> Any:
+    """The total weight of those class indices that count, by which a mean is divided."""
+    if weight is None:
+        return counts.sum().to(dtype)
+    return (weight.detach()[target.masked_fill(~counts, 0)] * counts).sum(dtype=dtype)
 
 
 def indices(target: Any) -> Any:
@@ -128,8 +131,7 @@ def elementwise_loss(call: Call, input: Operand, target: Operand, *args: Any, **
             loc = [*loc[:at], wanted_here, *loc[at + 1 :]]
         else:
             kw = kw | {"reduction": wanted}
-        result: torch.Tensor = func(*loc, **kw)
-        return result
+        return func(*loc, **kw)
 
     def localize(chosen: Chosen) -> LocalFunction | None:
         if reduction != "mean" or not chosen.sharded:

@@ -177,9 +177,7 @@ def _in_batch_of(axis: Axis, shape: Sequence[int]) -> LocalFunction:
         mean = reduce_replicate(x.sum(dims, keepdim=True), axis) / count
         rest = x - cast(mean, axis)
         variance = reduce_replicate((rest * rest).sum(dims, keepdim=True), axis) / count
-        with torch.no_grad():
-            _move(named.get("running_mean"), mean.detach().reshape(-1), momentum)
-            _move(named.get("running_var"), variance.detach().reshape(-1) * (count / max(count - 1, 1)), momentum)
+        _track(named.get("running_mean"), named.get("running_var"), mean, variance, count, momentum)
         return _scaled(rest, cast(variance, axis), eps, named.get("weight"), named.get("bias"))
 
     return run
@@ -234,9 +232,7 @@ def batch_norm(
     dims = (0, *range(2, x.ndim))
     mean, variance, rest = _moments(x, dims)
     count = math.prod(x.shape[d] for d in dims)
-    with torch.no_grad():
-        _move(running_mean, mean.detach().reshape(-1), momentum)
-        _move(running_var, variance.detach().reshape(-1) * (count / max(count - 1, 1)), momentum)
+    _track(running_mean, running_var, mean, variance, count, momentum)
     return rounded(_scaled(rest, variance, eps, weight, bias), input.dtype)
 
 
@@ -256,15 +252,17 @@ def instance_norm(
     dims = tuple(range(2, x.ndim))
     mean, variance, rest = _moments(x, dims)
     count = math.prod(x.shape[d] for d in dims)
-    with torch.no_grad():
-        _move(running_mean, mean.detach().flatten(1).mean(0), momentum)
-        _move(running_var, (variance.detach() * (count / max(count - 1, 1))).flatten(1).mean(0), momentum)
+    _track(running_mean, running_var, mean, variance, count, momentum)
     return rounded(_scaled(rest, variance, eps, weight, bias), input.dtype)
 
 
-def _move(running: Any, seen: Any, momentum: float) -> None:
-    if running is not None:
-        running.mul_(1 - momentum).add_(seen.to(running.dtype), alpha=momentum)
+def _track(running_mean: Any, running_var: Any, mean: Any, variance: Any, count: int, momentum: float) -> None:
+    """Update running statistics with those of `count` values, of the batch or of each sample in it."""
+    for running, seen, scale in ((running_mean, mean, 1.0), (running_var, variance, count / max(count - 1, 1))):
+        if running is not None:
+            with torch.no_grad():
+                of_channels = (seen.detach() * scale).flatten(1).mean(0)
+                running.mul_(1 - momentum).add_(of_channels.to(running.dtype), alpha=momentum)
 
 
 def _scaled(rest: Any, variance: Any, eps: float, weight: Any, bias: Any) -> Any:
@@ -285,35 +283,21 @@ def softmax(call: Call, input: Operand, dim: int, *args: Any, **kwargs: Any) -> 
     return within(input, (d,))
 
 
-def _in_working_type(x: Any, dtype: Any, to_float: Any) -> tuple[Any, Any]:
-    """`x` in the dtype to compute in, and the dtype of the result: half types are summed in float32, as in PyTorch."""
-    if dtype is None:
-        dtype = torch.float32 if to_float is True else x.dtype
-    work = working_type(dtype)
-    x = in_working_type(x)
-    return (x if x.dtype == work else x.to(work)), dtype
-
-
 def _top(x: Any, dims: Sequence[int]) -> Any:
     """The maximum of `x` along `dims`: without it no exponential overflows."""
     return x.detach().amax(dims, keepdim=True).redistribute()
 
 
-def _rows(x: Any, dim: Any, dtype: Any) -> int | None:
-    """The dim if it is sharded, so that there is something to decompose, else None."""
-    if not isinstance(dim, int) or not x.ndim or not x.numel() or not (dtype or x.dtype).is_floating_point:
-        return None
-    return norm_dim(dim, x.ndim)
-
-
 def _of_shifted(function: Callable[[Any, int], Any], input: Any, dim: Any, half_to_float: Any, dtype: Any) -> Any:
     """A function of the input, shifted along a dim, and the dim, computed in the working type and rounded once."""
     dtype = half_to_float if isinstance(half_to_float, torch.dtype) else dtype
-    d = _rows(input, dim, dtype)
-    if d is None:
+    if dtype is None:
+        dtype = torch.float32 if half_to_float is True else input.dtype
+    if not isinstance(dim, int) or not input.ndim or not input.numel() or not dtype.is_floating_point:
         return NotImplemented
-    x, result_type = _in_working_type(input, dtype, half_to_float)
-    return rounded(function(x - _top(x, (d,)), d), result_type)
+    d = norm_dim(dim, input.ndim)
+    x = in_working_type(input).to(working_type(dtype))
+    return rounded(function(x - _top(x, (d,)), d), dtype)
 
 
 @decomposition("softmax", "_softmax")

@@ -12,13 +12,13 @@ import torch
 
 from terrazzo.comm.axis import axis_of
 from terrazzo.comm.collectives import all_gather
-from terrazzo.layout import Layout, Placement, Replicate, Shard
+from terrazzo.layout import Layout, Shard
 from terrazzo.tensor.dispatch.outside_mesh import not_known
 from terrazzo.tensor.dispatch.spec import Call, Dims, Ints, Operand, Spec, Static
 from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.ops.loops import loops
-from terrazzo.tensor.ops.questions import in_boxes, is_cut
+from terrazzo.tensor.ops.questions import in_boxes, is_cut, without_dims
 from terrazzo.tensor.ops.reductions import loser, reduced_dims, reduction
 from terrazzo.tensor.ops.table import decomposition, rule
 from terrazzo.tensor.ops.views import norm_dim
@@ -99,7 +99,7 @@ def _extreme(input: Any, op: str, dim: Any, keepdim: bool) -> Any:
     x = _inside(input, op)
     d = norm_dim(dim, x.ndim)
     value, place = _find(x, op, d)
-    layout = _without_dims(x._layout, (d,))
+    layout = without_dims(x._layout, (d,))
     if x._local.requires_grad and torch.is_grad_enabled():
         value = _in_graph(x._local, value, place - x._layout.box().offsets[d], d)
     shape = layout.local_shape
@@ -119,7 +119,7 @@ def _argument(input: Any, op: str, dim: Any, keepdim: bool) -> Any:
     d = None if dim is None else norm_dim(dim, x.ndim)
     _, place = _find(x, op, d)
     dims = tuple(range(x.ndim)) if d is None else (d,)
-    layout = _without_dims(x._layout, dims)
+    layout = without_dims(x._layout, dims)
     result = wrap(place.reshape(layout.local_shape), layout)
     if not keepdim:
         return result
@@ -131,16 +131,6 @@ def _inside(x: DTensor, name: str) -> DTensor:
     if x._layout.coord is None:
         raise not_known(name, x._layout.mesh)
     return in_boxes(x)
-
-
-def _without_dims(layout: Layout, dims: tuple[int, ...]) -> Layout:
-    """The layout of a result without these dims: replicated where they were sharded."""
-    kept = [d for d in range(layout.ndim) if d not in dims]
-    placements: list[Placement] = [
-        (Shard(kept.index(p.dim)) if p.dim in kept else Replicate()) if isinstance(p, Shard) else p
-        for p in layout.placements
-    ]
-    return Layout.of(layout.mesh, placements, [layout.shape[d] for d in kept], layout.order)
 
 
 def _find(x: DTensor, op: str, dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:

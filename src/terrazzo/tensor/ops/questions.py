@@ -11,7 +11,7 @@ from terrazzo._torch.tensors import assert_async
 from terrazzo.comm.captured import capturing
 from terrazzo.layout import Layout, Partial, Replicate, Shard
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.redistribute import boxes_of, redistribute_local
 
 
 def is_sharded_along(x: Any, dims: Sequence[int]) -> bool:
@@ -31,9 +31,14 @@ def is_cut(x: Any, dims: Sequence[int]) -> bool:
     )
 
 
-def boxes_of(layout: Layout) -> Layout:
-    """The layout with neither terms nor a dim that is cut in pieces: what a rank holds is one box of the tensor."""
-    return layout.with_placements([p if isinstance(p, Shard) else Replicate() for p in layout.placements], layout.order)
+def without_dims(layout: Layout, dims: Sequence[int]) -> Layout:
+    """The layout of a result without these dims: replicated where they were sharded."""
+    kept = [d for d in range(layout.ndim) if d not in dims]
+    placements = [
+        p if not isinstance(p, Shard) else Shard(kept.index(p.dim)) if p.dim in kept else Replicate()
+        for p in layout.placements
+    ]
+    return Layout.of(layout.mesh, placements, [layout.shape[d] for d in kept], layout.order)
 
 
 def in_boxes(x: Any) -> DTensor:

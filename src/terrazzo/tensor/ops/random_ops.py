@@ -16,9 +16,9 @@ from terrazzo.tensor.counter import AnyWords
 from terrazzo.tensor.dispatch.spec import Call, LocalFunction, Operand, Spec, within
 from terrazzo.tensor.dispatch.structure import tied_to
 from terrazzo.tensor.dtensor import DTensor, wrap
-from terrazzo.tensor.ops.questions import boxes_of, in_boxes
+from terrazzo.tensor.ops.questions import in_boxes
 from terrazzo.tensor.ops.table import decomposition, handler, rule
-from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.redistribute import boxes_of, redistribute_local
 
 
 @handler("rand_like", "randn_like")
@@ -78,9 +78,7 @@ def _write(target: DTensor, generator: Any, make: random.Make, *aligned: torch.T
     if not in_graph and layout.dual is layout and target._local.is_contiguous():
         random.fill(target._local, layout, generator, make, *aligned)
     else:
-        plain = boxes_of(layout)
-        local = random.drawn(plain, target.dtype, generator, make, *aligned)
-        target._local.copy_(local if plain is layout else redistribute_local(local, plain, layout))
+        target._local.copy_(random.drawn(layout, target.dtype, generator, make, *aligned))
     pass_on(target)
     return target
 
@@ -275,8 +273,7 @@ def _drop_of(layout: Layout, p: float) -> LocalFunction:
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
         x = loc[0]
         few = factors() if x.dtype is torch.float32 else None
-        result: torch.Tensor = (x * random.keep_mask(layout, p)).mul_(1 / p) if few is None else x * few
-        return result
+        return (x * random.keep_mask(layout, p)).mul_(1 / p) if few is None else x * few
 
     return run
 

@@ -216,8 +216,7 @@ def _cut_reduction(
 
 
 def _input_of(loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-    found: torch.Tensor = loc[0] if loc else kw["input"]
-    return found
+    return loc[0] if loc else kw["input"]
 
 
 @rule("linalg_vector_norm")
@@ -238,8 +237,7 @@ def vector_norm(
         def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
             local, axis = _input_of(loc, kw), axis_of_terms(out)
             if axis.size == 1 or not (local.is_floating_point() or local.is_complex()):
-                alone: torch.Tensor = func(*loc, **kw)  # raises the operation's own error for integers
-                return alone
+                return func(*loc, **kw)  # raises the operation's own error for integers
             result = given_type(func, loc, kw)
             if empty:
                 real = working_type(result).to_real()

@@ -94,13 +94,9 @@ def rule(
 
     It covers the calls whose arguments are what its annotations say.
     """
-
-    def register(function: _F) -> _F:
-        for name in names:
-            _add(Operation(name, "rule", function, otherwise, takes_plain, context, draws, any_number))
-        return function
-
-    return register
+    return _registering(
+        names, "rule", otherwise=otherwise, takes_plain=takes_plain, context=context, draws=draws, any_number=any_number
+    )
 
 
 def decomposition(*names: str) -> Callable[[_F], _F]:
@@ -108,21 +104,18 @@ def decomposition(*names: str) -> Callable[[_F], _F]:
 
     For a name that also has a rule, it runs the calls that the rule does not cover. It may return NotImplemented.
     """
-
-    def register(function: _F) -> _F:
-        for name in names:
-            _add(Operation(name, "decomposition", function))
-        return function
-
-    return register
+    return _registering(names, "decomposition")
 
 
 def handler(*names: str) -> Callable[[_F], _F]:
     """Register a function of the caller's function, arguments and keyword arguments, with DTensors in them."""
+    return _registering(names, "handler")
 
+
+def _registering(names: Sequence[str], how: How, **more: Any) -> Callable[[_F], _F]:
     def register(function: _F) -> _F:
         for name in names:
-            _add(Operation(name, "handler", function))
+            _add(Operation(name, how, function, **more))
         return function
 
     return register
@@ -134,20 +127,12 @@ def body(*names: str) -> None:
         _add(Operation(name, "body"))
 
 
-@dataclass(slots=True)
-class _Elementwise:
-    """The rule for all elementwise operations without an entry, and the function that says which these are."""
-
-    covers: Callable[[str], bool]
-    rule: Callable[[Call], Spec | None]
+_by_default: list[tuple[Callable[[str], bool], Rule]] = []
 
 
-_elementwise = _Elementwise(lambda name: False, lambda call: None)
-
-
-def elementwise(covers: Callable[[str], bool], rule: Callable[[Call], Spec | None]) -> None:
+def elementwise(covers: Callable[[str], bool], rule: Rule) -> None:
     """Register the rule for all operations whose names `covers` accepts and that have no entry."""
-    _elementwise.covers, _elementwise.rule = covers, rule
+    _by_default.append((covers, rule))
 
 
 def operation(name: str, inplace: bool = False) -> Operation:
@@ -159,18 +144,17 @@ def operation(name: str, inplace: bool = False) -> Operation:
     found = TABLE.get(name + "_") if inplace else None
     found = found or TABLE.get(name)
     if found is None:
-        if _elementwise.covers(name):
-            return Operation(name, "rule", _elementwise.rule, any_number=True)
-        return Operation(name, "replicate")
+        default = next((rule for covers, rule in _by_default if covers(name)), None)
+        return Operation(name, "replicate" if default is None else "rule", default, any_number=default is not None)
     return found
 
 
 def apply_rule(call: Call) -> Spec | None:
     """The rule's answer; None if there is no rule, or if the rule does not take these arguments."""
     found = operation(call.name)
-    run = None
-    if found.how == "rule" and found.function is not None:
-        run = taking(found.function, call.func, call.args, call.kwargs, call)
+    if found.how != "rule" or found.function is None:
+        return None
+    run = taking(found.function, call.func, call.args, call.kwargs, call)
     return None if run is None else run(call.args, call.kwargs)
 
 

@@ -108,13 +108,8 @@ def view(call: Call, *args: Any, **kwargs: Any) -> Spec | None:
     whole = torch.empty(input.shape, device="meta")
     result = of_tensors_without_data(call, [whole])
     if result is whole:  # C++ returns its argument, in flatten
-        return within(input, linear=[(0,)], moves_only=True, localize=lambda chosen: _itself)
+        return within(input, linear=[(0,)], moves_only=True, localize=lambda chosen: lambda func, loc, kw: loc[0])
     return reshape_spec(call, input, tuple(result.shape))
-
-
-def _itself(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-    same: torch.Tensor = loc[0]
-    return same
 
 
 @decomposition("ravel")
@@ -149,7 +144,7 @@ def dims_of_view(call: Call, localize: Callable[[Chosen], LocalFunction] | None 
         outs.append(dims)
     kept = set(range(input.ndim)).intersection(*outs)
     if isinstance(found, torch.Tensor) and outs[0] == list(range(input.ndim)):
-        localize = _identity
+        localize = lambda chosen: lambda func, loc, kw: loc[0].view(loc[0].shape)  # noqa: E731
     return Spec(
         [tuple([d if d in kept else None for d in range(input.ndim)])],
         [tuple([d if d in kept else None for d in dims]) for dims in outs],
@@ -159,10 +154,6 @@ def dims_of_view(call: Call, localize: Callable[[Chosen], LocalFunction] | None 
         localize=localize,
         is_view=True,
     )
-
-
-def _identity(chosen: Chosen) -> LocalFunction:
-    return lambda func, loc, kw: loc[0].view(loc[0].shape)
 
 
 @rule(
