@@ -100,7 +100,8 @@ class CompiledModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A copy has its own parameters, so it needs its own graphs.
-        return _revive, (_own_class(self), _program_of(self).settings), vars(self)
+        classes = type(self).__mro__
+        return _face, (classes[classes.index(CompiledModule) + 1], _program_of(self).settings), vars(self)
 
 
 stay_eager(CompiledModule.forward)
@@ -187,14 +188,6 @@ def _face(cls: type, settings: Settings) -> Any:
     forward = functools.partial(cls.forward, face)  # type: ignore[attr-defined]  # it is a module class
     face._program = Program(forward, face, cls.__name__, settings)
     return face
-
-
-_revive = _face
-
-
-def _own_class(face: Any) -> type:
-    classes = type(face).__mro__
-    return classes[classes.index(CompiledModule) + 1]
 
 
 def _program_of(compiled: Any) -> Program:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ def backend(program: nn.Module, inputs: list[torch.Tensor]) -> Any:
             program,
             inputs,
             _forward,
-            bw_compiler=_backward,
-            inference_compiler=_inference,
+            bw_compiler=partial(_compiled, is_backward=True),
+            inference_compiler=partial(_compiled, is_inference=True),
             partition_fn=_compile.partition_fn,
             decompositions=inductor_decomposition().select_decomp_table(),
             keep_inference_input_mutations=True,
@@ -46,14 +47,9 @@ def _forward(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> A
     return _compile.compile_fx_inner(graph, examples)
 
 
-def _backward(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
+def _compiled(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor], **kind: bool) -> Any:
     _mark_visible(graph, range(len(_outputs(graph))))
-    return _compile.compile_fx_inner(graph, examples, is_backward=True)
-
-
-def _inference(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
-    _mark_visible(graph, range(len(_outputs(graph))))
-    return _compile.compile_fx_inner(graph, examples, is_inference=True)
+    return _compile.compile_fx_inner(graph, examples, **kind)
 
 
 def _outputs(graph: torch.fx.GraphModule) -> Sequence[Any]:

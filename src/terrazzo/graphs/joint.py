@@ -36,9 +36,5 @@ def given(compiler: GraphCompiler) -> Callable[[nn.Module, list[torch.Tensor]], 
     return backend
 
 
-def _run_graph(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    return graph.forward
-
-
-backend = given(_run_graph)
+backend = given(lambda graph, examples: graph.forward)
 """No compiler: the graphs run operation by operation."""

@@ -79,8 +79,7 @@ class StandIns(TorchFunctionMode):
         return _mapped(result, self._back)
 
     def _substitute(self, args: tuple[Any, ...]) -> Sequence[Any]:
-        found: Sequence[Any] = _mapped(args, self._instead) if self.here() else args
-        return found
+        return _mapped(args, self._instead) if self.here() else args
 
 
 def _mapped(value: Any, instead: dict[int, Any]) -> Any:

@@ -137,8 +137,7 @@ def _code_of(function: Any) -> CodeType | None:
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
-    code: CodeType | None = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return code
+    return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
 
 
 def _is_of_library(module: Any) -> bool:

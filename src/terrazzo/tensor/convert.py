@@ -24,7 +24,7 @@ from terrazzo.errors import DTensorArgumentError, DTensorError, DTensorTypeError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, plan_transition
 from terrazzo.layout.chunk import ChunkStorageMetadata
 from terrazzo.layout.placement import CUTS, check_placement
-from terrazzo.layout.transition import LOCAL_STEPS, Slice, Step
+from terrazzo.layout.transition import LOCAL_STEPS, Slice
 from terrazzo.tensor.cross_mesh import redistribute_across
 from terrazzo.tensor.dtensor import DTensor, gradient_layout, sums_only, wrap
 from terrazzo.tensor.foreign import check_plain
@@ -211,8 +211,7 @@ def to_local(tensor: DTensor, grad_placements: Sequence[Placement] | None) -> to
                 # The gradient of a gather is partial, so it is reduce-scattered instead of reduced as a whole.
                 with asked_for():
                     return tensor._memo.varying(local, arrives.varying)
-            result: torch.Tensor = _GradTo.apply(local, arrives, layout.dual)
-            return result
+            return _GradTo.apply(local, arrives, layout.dual)
     return local.view_as(local)
 
 
@@ -340,7 +339,8 @@ def _redistribute_later(tensor: DTensor, dst: Layout) -> DTensor:
 
 def _start(local: torch.Tensor, src: Layout, dst: Layout) -> Callable[[], torch.Tensor]:
     steps = steps_for(local, src, dst)
-    first = next((i for i, s in enumerate(steps) if _communicates(s, src)), None)
+    communicates = [not isinstance(s, LOCAL_STEPS) and axis_of(src.mesh, s.mesh_dims).size > 1 for s in steps]
+    first = communicates.index(True) if True in communicates else None
     if first is None:
         return lambda: _own_memory(redistribute_local(local, src, dst), src, dst)
     for step in steps[:first]:
@@ -354,10 +354,6 @@ def _start(local: torch.Tensor, src: Layout, dst: Layout) -> Callable[[], torch.
         return result
 
     return finish
-
-
-def _communicates(step: Step, layout: Layout) -> bool:
-    return not isinstance(step, LOCAL_STEPS) and axis_of(layout.mesh, step.mesh_dims).size > 1
 
 
 def chunk_list(tensor: DTensor) -> list[Any]:

@@ -129,8 +129,7 @@ class CopiedView(DTensor):
     @property
     def _local(self) -> torch.Tensor:  # a slot in the base
         self._pending.check()
-        local: torch.Tensor = _local_slot.__get__(self)
-        return local
+        return _local_slot.__get__(self)
 
     @_local.setter
     def _local(self, local: torch.Tensor) -> None:

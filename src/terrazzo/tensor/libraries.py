@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -74,10 +75,7 @@ class DTensorSpec:
     @property
     def num_shards(self) -> int:
         """The number of shards, as the product of the sizes of the mesh dims that shard."""
-        count = 1
-        for n, p in zip(self.mesh.shape, self.placements, strict=True):
-            count *= n if isinstance(p, CUTS) else 1
-        return count
+        return prod(n for n, p in zip(self.mesh.shape, self.placements, strict=True) if isinstance(p, CUTS))
 
     @property
     def dim_map(self) -> list[int]:

@@ -8,8 +8,6 @@ become local operations and collectives.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -28,7 +26,7 @@ from terrazzo.tensor.ops.foreach import clipping_norm, locals_to_step
 def install() -> None:
     """Called once, when the package is imported."""
     clipping.install(DTensor, clipping_norm)
-    masked.install(DTensor, _full_mask)
+    masked.install(DTensor, lambda input: torch.ones_like(input, dtype=torch.bool))
     optimizers.install(DTensor, locals_to_step)
     function_apply.install(DTensor, apply_function, with_graph_of_wrapper)
     transforms.install(DTensor, grad_and_value, lambda: forward_mode(None, (), {}))
@@ -63,7 +61,3 @@ def _refuse_flex(query: torch.Tensor) -> None:
             "it calls flex_attention, whose kernel only torch.compile makes: compile the modules around it",
             operation="flex_attention",
         )
-
-
-def _full_mask(input: Any) -> torch.Tensor:
-    return torch.ones_like(input, dtype=torch.bool)

@@ -219,8 +219,7 @@ def _stop_listening() -> None:
 
 
 def _policy_of_thread() -> Policy | None:
-    policy: Policy | None = get_in_thread(_THREAD_STATE)
-    return policy
+    return get_in_thread(_THREAD_STATE)
 
 
 carry(_policy_of_thread, _in_force)

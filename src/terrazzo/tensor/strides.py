@@ -10,6 +10,7 @@ may be anything along that dim, and without elements anything at all: there the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -191,27 +192,14 @@ def view_groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int],
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
-        a: list[int] = []
-        b: list[int] = []
-        pa = pb = 1
-        if i < len(old):
-            a.append(i)
-            pa *= old[i]
-            i += 1
-        if j < len(new):
-            b.append(j)
-            pb *= new[j]
-            j += 1
-        while pa != pb:
-            if (pa < pb and i < len(old)) or j >= len(new):
-                pa *= old[i]
-                a.append(i)
+        first, second = i, j
+        i, j = min(i + 1, len(old)), min(j + 1, len(new))
+        while (a := prod(old[first:i])) != (b := prod(new[second:j])):
+            if (a < b and i < len(old)) or j == len(new):
                 i += 1
             else:
-                pb *= new[j]
-                b.append(j)
                 j += 1
-        groups.append((a, b))
+        groups.append((list(range(first, i)), list(range(second, j))))
     return groups
 
 

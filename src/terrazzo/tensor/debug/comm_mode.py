@@ -31,6 +31,7 @@ from terrazzo.tensor.debug.record import (
     text_table,
 )
 from terrazzo.tensor.dispatch.names import canonical_name
+from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor
 from terrazzo.tensor.foreign import is_torch_dtensor
 
@@ -248,7 +249,9 @@ class _LocalOperations(TorchDispatchMode):
     def _add_foreign(self, kind: str, values: Sequence[Any]) -> None:
         group = _group_among(values)
         ranks = 1 if group is None else group.size()
-        whole = max((t.nbytes for t in _tensors(values)), default=0)
+        sizes: list[int] = []
+        map_tensors(list(values), lambda t: sizes.append(t.nbytes))
+        whole = max(sizes, default=0)
         moved = whole * (ranks - 1) // ranks
         name = "" if group is None else group.group_name
         self._add(kind, name, ranks, 2 * moved if kind == "all_reduce" else moved, None)
@@ -269,13 +272,3 @@ def _group_among(args: Sequence[Any]) -> ProcessGroup | None:
             except (RuntimeError, ValueError):
                 continue  # the string is the name of a reduction
     return None
-
-
-def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            found.append(arg)
-        elif isinstance(arg, (list, tuple)):
-            found.extend(_tensors(arg))
-    return found

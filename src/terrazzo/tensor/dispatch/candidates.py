@@ -65,18 +65,10 @@ def candidates_of(
     if spec.acceptable:
         return [Candidate(a.ins, a.outs, None, rank) for rank, a in enumerate(spec.acceptable)]
     found: list[Candidate] = []
-    cuts: list[tuple[int | None, int]] = []
-    for dims, layout in zip(spec.ins, layouts, strict=True):
-        p = layout.placements[m]
-        if isinstance(p, CUTS):
-            cut = dims[p.dim], _pieces(p)
-            if cut[0] is not None and cut not in cuts:
-                cuts.append(cut)
-    if isinstance(want, CUTS) and spec.outs:
-        cut = spec.outs[0][want.dim], _pieces(want)
-        if cut[0] is not None and cut not in cuts:
-            cuts.append(cut)
-    for f, pieces in cuts:
+    placed = [(dims, layout.placements[m]) for dims, layout in zip(spec.ins, layouts, strict=True)]
+    if want is not None and spec.outs:
+        placed.append((spec.outs[0], want))
+    for f, pieces in dict.fromkeys((dims[p.dim], _pieces(p)) for dims, p in placed if isinstance(p, CUTS)):
         candidate = None if f is None or f in in_pieces else _shard(spec, f, pieces, m, mesh_shape, sharded)
         if candidate is not None:
             found.append(candidate)

@@ -30,7 +30,7 @@ _ALIASES = {
     "subtract": "sub", "negative": "neg", "absolute": "abs", "true_divide_": "div_", "divide_": "div_",
     "multiply_": "mul_", "subtract_": "sub_", "negative_": "neg_", "absolute_": "abs_", "concat": "cat",
     "concatenate": "cat", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
-    "not_equal": "ne", "swapaxes": "transpose", "swapdims": "transpose", "movedim": "movedim",
+    "not_equal": "ne", "swapaxes": "transpose", "swapdims": "transpose",
     "moveaxis": "movedim", "get_T": "numpy_T", "get_mT": "mT", "get_H": "H", "get_mH": "mH", "get_real": "real",
     "get_imag": "imag", "special_expit": "sigmoid", "special_log_softmax": "log_softmax",
     "special_softmax": "softmax", "clip": "clamp", "clip_": "clamp_", "fix": "trunc", "fix_": "trunc_",

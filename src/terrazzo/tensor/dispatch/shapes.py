@@ -22,18 +22,16 @@ from terrazzo.tensor.dispatch.structure import get_at, on_stand_ins
 
 _REFUSALS = (RuntimeError, ValueError, IndexError)
 
-_Make = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
-
 
 def check_shapes(call: Call, loc: Sequence[Any], kw: Mapping[str, Any]) -> None:
     """Raise if the function refuses the operands' global shapes; nothing happens if all operands are replicated."""
     if len(call.operands) < 2 or all(o.layout.is_replicated for o in call.operands):
         return
-    refusal = _refusal(call, loc, kw, _without_memory)
+    refusal = _refusal(call, loc, kw, lambda local, shape: local.new_empty(shape, device="meta"))
     if refusal is None or isinstance(refusal, NotImplementedError):  # the latter: not for tensors without memory
         return
     # Such tensors are refused for other reasons, too, so it is asked again, with zeros.
-    again = _refusal(call, loc, kw, _zeros)
+    again = _refusal(call, loc, kw, lambda local, shape: local.new_zeros(()).expand(shape))
     if type(again) is not type(refusal):
         return
     shapes = " and ".join(str(tuple(o.shape)) for o in call.operands)
@@ -43,7 +41,9 @@ def check_shapes(call: Call, loc: Sequence[Any], kw: Mapping[str, Any]) -> None:
     ) from again
 
 
-def _refusal(call: Call, loc: Sequence[Any], kw: Mapping[str, Any], make: _Make) -> Exception | None:
+def _refusal(
+    call: Call, loc: Sequence[Any], kw: Mapping[str, Any], make: Callable[..., torch.Tensor]
+) -> Exception | None:
     tensors = [make(get_at(loc, kw, o.path), o.shape) for o in call.operands]
     try:
         with torch.no_grad():
@@ -53,14 +53,6 @@ def _refusal(call: Call, loc: Sequence[Any], kw: Mapping[str, Any], make: _Make)
     except Exception:
         return None
     return None
-
-
-def _without_memory(local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return local.new_empty(shape, device="meta")
-
-
-def _zeros(local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    return local.new_zeros(()).expand(shape)  # one element
 
 
 def of_tensors_without_data(call: Call, tensors: Sequence[torch.Tensor] | None = None) -> Any:

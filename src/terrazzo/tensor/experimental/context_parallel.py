@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from math import sqrt
+from math import prod, sqrt
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -225,8 +225,7 @@ def attention_over(context: AttentionOver | None) -> Iterator[None]:
 
 
 def _context_of_thread() -> AttentionOver | None:
-    context: AttentionOver | None = get_in_thread(_THREAD_STATE)
-    return context
+    return get_in_thread(_THREAD_STATE)
 
 
 carry(_context_of_thread, attention_over)
@@ -388,8 +387,7 @@ def _exchange_of_dtensors(
     q, k, v = (t.redistribute(placements=wanted) for t in (query, key, value))
     grouped = query.shape[heads] != key.shape[heads]
     out = _alone(_plain_attention, q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
-    back: Tensor = out.redistribute(placements=before)
-    return back
+    return out.redistribute(placements=before)
 
 
 # ------------------------------------------------------------------ flex_attention
@@ -465,9 +463,7 @@ def _placement(m: int, p: Placement, query: DTensor, key: DTensor) -> Placement:
     if isinstance(p, Partial) or p.is_shard(query.dim() - 1):
         return Replicate()
     if p.is_shard(query.dim() - 3) and key.shape[-3] != query.shape[-3]:
-        ranks = 1
-        for k in query._layout.shard_order(query.dim() - 3):
-            ranks *= query._layout.mesh_shape[k]
+        ranks = prod(query._layout.mesh_shape[k] for k in query._layout.shard_order(query.dim() - 3))
         return p if key.shape[-3] % ranks == 0 else Replicate()
     return p
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -193,13 +194,9 @@ def _varying(layouts: Sequence[Layout], outs: Sequence[PlacementType]) -> frozen
 
 
 def _is_uneven(layout: Layout) -> bool:
-    for dim, length in enumerate(layout.shape):
-        ranks = 1
-        for m in layout.shard_order(dim):
-            ranks *= layout.mesh_shape[m]
-        if length % ranks:
-            return True
-    return False
+    return any(
+        length % prod(layout.mesh_shape[m] for m in layout.shard_order(dim)) for dim, length in enumerate(layout.shape)
+    )
 
 
 @dataclass(frozen=True, slots=True)

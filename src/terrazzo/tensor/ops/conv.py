@@ -124,12 +124,9 @@ def _with_groups(share: int) -> LocalFunction:
     """The caller's convolution with this rank's number of groups."""
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-        result: torch.Tensor
         if "groups" in kw:
-            result = func(*loc, **(kw | {"groups": share}))
-        else:
-            result = func(*loc[:_GROUPS], share, *loc[_GROUPS + 1 :], **kw)
-        return result
+            return func(*loc, **(kw | {"groups": share}))
+        return func(*loc[:_GROUPS], share, *loc[_GROUPS + 1 :], **kw)
 
     return run
 
@@ -137,19 +134,15 @@ def _with_groups(share: int) -> LocalFunction:
 def _with_halo(halo: Halo, shape: tuple[int, ...], n: int, share: int) -> LocalFunction:
     """The convolution of this rank's part of an image, of the given local shape."""
 
-    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-        return convolve(func, *loc, **kw)
-
     def convolve(
         func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, stride: Any = 1,
         padding: Any = 0, dilation: Any = 1, groups: int = 1,
     ) -> torch.Tensor:  # fmt: skip
         x = halo.around(input, 0.0)
         if x.numel() and weight.numel() and prod(shape):
-            whole: torch.Tensor = func(x, weight, bias, stride, 0, dilation, share)
-            return whole
+            return func(x, weight, bias, stride, 0, dilation, share)
         result = tied_to(x.new_zeros(shape), x, weight)
         result = result if bias is None else result + bias.view(-1, *(1,) * n)
         return result.to(product_type(x.dtype, x.device))
 
-    return run
+    return lambda func, loc, kw: convolve(func, *loc, **kw)

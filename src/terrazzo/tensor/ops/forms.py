@@ -20,6 +20,7 @@ import torch
 
 from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, schema_of
 from terrazzo.tensor.dispatch.names import canonical_name
+from terrazzo.tensor.dispatch.structure import map_tensors
 
 _OTHER_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 """Numpy's names for arguments, which PyTorch's C++ functions accept, and PyTorch's own."""
@@ -214,18 +215,7 @@ def with_integers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
     None if there are none. PyTorch's C++ reads their values, on which plans depend.
     """
-    found = False
     value_of_any = canonical_name(func)[0] in _VALUE_OF_ANY
-
-    def number(value: Any) -> Any:
-        nonlocal found
-        if type(value) in (list, tuple):
-            return type(value)([number(v) for v in value])
-        if not _may_be_integer(value):
-            return value
-        found = True
-        return operator.index(value)
-
     given = [i for i, a in enumerate(args) if i and _holds_integer(a)]
     named = [k for k, a in kwargs.items() if _holds_integer(a)]
     if not given and not named:
@@ -245,14 +235,16 @@ def with_integers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             and not any(n in s.tensors for s, n in zip(fitting, names, strict=True))
         )
 
+    given = [i for i in given if means_number([s.positional[min(i, len(s.positional) - 1)] for s in fitting])]
+    named = [k for k in named if means_number([s.name(k) for s in fitting])]
+    if not given and not named:
+        return None
     new_args, new_kwargs = list(args), dict(kwargs)
     for i in given:
-        if means_number([s.positional[min(i, len(s.positional) - 1)] for s in fitting]):
-            new_args[i] = number(args[i])
+        new_args[i] = map_tensors(args[i], _number)
     for k in named:
-        if means_number([s.name(k) for s in fitting]):
-            new_kwargs[k] = number(kwargs[k])
-    return (new_args, new_kwargs) if found else None
+        new_kwargs[k] = map_tensors(kwargs[k], _number)
+    return new_args, new_kwargs
 
 
 _VALUE_OF_ANY = {"narrow", "repeat_interleave", "split", "tensor_split", "unflatten"}
@@ -268,6 +260,10 @@ def _holds_integer(value: Any) -> bool:
     if type(value) in (list, tuple):
         return any(map(_holds_integer, value))
     return _may_be_integer(value)
+
+
+def _number(value: torch.Tensor) -> Any:
+    return operator.index(value) if _may_be_integer(value) else value
 
 
 def _may_be_integer(value: Any) -> bool:

@@ -43,8 +43,7 @@ def _in_range(spec: Spec | None, operands: list[Operand]) -> Spec | None:
 
 
 def _in_single(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-    terms: torch.Tensor = func(*[t.float() for t in loc], **{name: t.float() for name, t in kw.items()})
-    return terms
+    return func(*[t.float() for t in loc], **{name: t.float() for name, t in kw.items()})
 
 
 def _is_wide(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
@@ -112,12 +111,14 @@ def einsum(call: Call, equation: str, *operands: Any) -> Spec | None:
     tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
     if not isinstance(equation, str) or not all(isinstance(t, Operand) for t in tensors):
         return None
-    text = _spelled_out(equation.replace(" ", ""), [t.ndim for t in tensors])
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    if not arrow:
+        once = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
+        right = "..." * ("." in left) + "".join(once)
+    text = _spelled_out(left, right, [t.ndim for t in tensors])
     if text is None:
         return None
-    left, arrow, right = text.partition("->")
-    if not arrow:
-        right = "".join(sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1))
+    left, _, right = text.partition("->")
     if any(len(set(term)) != len(term) for term in (*left.split(","), right)):
         return None  # diagonals
     spec = _in_range(_product(f"{left}->{right}", tensors), tensors)
@@ -137,24 +138,18 @@ def _as_autocast_has_it(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.
     return result.to(product_type(result.dtype, result.device))
 
 
-def _spelled_out(equation: str, ndims: list[int]) -> str | None:
+def _spelled_out(left: str, right: str, ndims: list[int]) -> str | None:
     """The equation with letters in place of `...`; None if it does not fit the operands."""
-    if "." not in equation:
-        return equation
-    left, arrow, right = equation.partition("->")
     terms = left.split(",")
     if len(terms) != len(ndims):
         return None
     counts = [ndim - len(term) + 3 if "..." in term else 0 for term, ndim in zip(terms, ndims, strict=True)]
-    free = [c for c in string.ascii_letters if c not in equation]
+    free = [c for c in string.ascii_letters if c not in left + right]
     longest = max(counts)
     if min(counts) < 0 or longest > len(free):
         return None
     # Aligned at the last dim, as in broadcasting.
     letters = "".join(free[:longest])
     spelled = [t.replace("...", letters[longest - n :]) for t, n in zip(terms, counts, strict=True)]
-    if not arrow:
-        once = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
-        right = "..." + "".join(once)
     full = f"{','.join(spelled)}->{right.replace('...', letters)}"
     return None if "." in full else full

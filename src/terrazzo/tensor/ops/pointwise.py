@@ -7,7 +7,7 @@ decides whether partial terms may pass, and a wrong entry would give silently wr
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,30 +20,23 @@ from terrazzo.tensor.ops.table import decomposition, elementwise, rule
 
 # Linear in the first operand, for any static arguments.
 _LINEAR_UNARY = frozenset(
-    ["neg", "positive", "conj", "conj_physical", "resolve_conj", "resolve_neg", "deg2rad", "rad2deg"]
+    [
+        *("neg", "positive", "conj", "conj_physical", "resolve_conj", "resolve_neg", "deg2rad", "rad2deg"),
+        *("real", "imag", "half", "float", "double", "bfloat16", "cfloat", "cdouble"),
+    ]
 )
-# Elementwise, but not tagged so by PyTorch.
+# Elementwise, but not tagged so by all versions of PyTorch.
 _ALSO_POINTWISE = frozenset(
     [
-        *("masked_fill", "dropout_mask", "isreal", "nan_to_num", "float_power", "square", "relu6", "selu", "celu"),
-        *("hardshrink", "prelu_kernel", "logical_and", "logical_or", "logical_xor", "logical_not", "isclose", "ldexp"),
         *("type", "half", "float", "double", "bfloat16", "long", "int", "short", "char", "byte", "bool", "cfloat"),
-        "cdouble",
-        *("isposinf", "isneginf", "isnan", "isinf", "isfinite", "get_real", "get_imag", "real", "imag", "angle"),
-        *("hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "elu", "gelu", "silu", "mish", "softplus", "softsign"),
-        *("tanhshrink", "softshrink", "logsigmoid", "relu", "sigmoid", "tanh", "threshold", "log_sigmoid", "_to_copy"),
-        *("special_entr", "special_i0", "special_erf", "special_erfc", "special_expm1", "special_exp2"),
-        "special_log1p",
-        *("conj", "resolve_conj", "resolve_neg", "complex", "polar", "floor_divide"),
-        "fake_quantize_per_tensor_affine",
-        *("lerp", "where", "true_divide", "float_power", "xlogy", "addcmul", "addcdiv", "clamp", "fmod", "remainder"),
+        *("cdouble", "_to_copy", "real", "imag", "conj", "resolve_conj", "resolve_neg", "complex", "polar", "isreal"),
+        *("isclose", "floor_divide", "fake_quantize_per_tensor_affine", "hardswish", "leaky_relu", "logsigmoid"),
+        *("log_sigmoid", "softsign", "tanhshrink", "special_erf", "special_erfc", "special_exp2", "special_expm1"),
+        *("special_i0", "special_log1p"),
     ]
 )
 # Tagged pointwise, but random (handled elsewhere) or with other semantics.
-_NOT_POINTWISE = frozenset(
-    ["equal", "frexp", "dropout", "native_dropout", "bernoulli", "normal", "rrelu", "rrelu_with_noise", "copy"]
-)
-_TO_FLOATING = frozenset(["half", "float", "double", "bfloat16", "cfloat", "cdouble"])
+_NOT_POINTWISE = frozenset(["equal", "frexp", "rrelu"])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -85,10 +78,10 @@ elementwise(is_pointwise, pointwise_spec)
 
 def _linear_groups(call: Call) -> Sequence[tuple[int, ...]]:
     name, count = call.name, len(call.operands)
-    if name in _LINEAR_UNARY or name in _TO_FLOATING:
+    if name in _LINEAR_UNARY:
         return [(0,)]
-    if name in ("add", "sub", "rsub"):
-        return [tuple(range(count))] if count == 2 and not _has_scalar_operand(call) else []
+    if name in ("add", "sub", "rsub"):  # a number would be added to each rank's term, so several times
+        return [(0, 1)] if count == 2 and all(isinstance(a, Operand) for a in call.args[:2]) else []
     if name == "mul":
         return [(i,) for i in range(count)]
     if name == "div":
@@ -99,14 +92,7 @@ def _linear_groups(call: Call) -> Sequence[tuple[int, ...]]:
         return [(0,)] if dtype is None or dtype.is_floating_point or dtype.is_complex else []
     if name == "where" and count == 3:
         return [(1, 2)]
-    if name in ("get_real", "get_imag", "real", "imag"):
-        return [(0,)]
     return []
-
-
-def _has_scalar_operand(call: Call) -> bool:
-    """Whether one of the two addends is a number: added to each rank's term it would be added several times."""
-    return any(not isinstance(a, Operand) for a in call.args[:2])
 
 
 @rule("clone", "alias", "lift_fresh", "detach", "_conj_copy", "requires_grad", "cpu", "cuda", "pin_memory")
@@ -155,17 +141,13 @@ def copy(call: Call, input: Operand, src: Operand, non_blocking: bool = False) -
     spec = Spec(ins, [dims], [out], linear=[(0, 1)], moves_only=True, localize=localize)
     if any(isinstance(p, Partial) for o in (input, src) for p in o.placements):
         # A sum that is converted, to an integer for example, is not the sum of its converted terms.
-        spec.guard, spec.otherwise = _of_one_dtype, Spec(ins, [dims], [out], localize=localize)
+        spec.guard = lambda loc, kw: loc[0].dtype == loc[1].dtype
+        spec.otherwise = Spec(ins, [dims], [out], localize=localize)
     return spec
 
 
-def _of_one_dtype(loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
-    return bool(loc[0].dtype == loc[1].dtype)
-
-
 def _copied(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-    result: torch.Tensor = loc[1].to(loc[0].dtype).expand(loc[0].shape).clone()
-    return result
+    return loc[1].to(loc[0].dtype).expand(loc[0].shape).clone()
 
 
 @rule("fill", "zero", any_number=True)

@@ -47,18 +47,11 @@ def repeat_interleave_each(input: Any, repeats: Any = None, dim: Any = None, *, 
     """A count for each element: every rank needs the counts to know where each row goes."""
     if repeats is None or not input.ndim:
         return NotImplemented
-    if dim is None:
-        return (
-            torch.repeat_interleave(input.flatten(), repeats, 0, output_size=output_size)
-            if input.ndim > 1
-            else (NotImplemented if isinstance(repeats, int) else _rows(input, repeats, 0))
-        )
-    return NotImplemented if isinstance(repeats, int) else _rows(input, repeats, norm_dim(dim, input.ndim))
-
-
-def _rows(input: Any, repeats: Any, dim: int) -> Any:
+    if dim is None and input.ndim > 1:
+        return torch.repeat_interleave(input.flatten(), repeats, 0, output_size=output_size)
     if not isinstance(repeats, DTensor) or repeats.ndim > 1:
         return NotImplemented
+    dim = norm_dim(dim or 0, input.ndim)
     length = input.shape[dim]
     numbers: Any = repeats.expand(length) if repeats.ndim == 0 or repeats.shape[0] == 1 else repeats
     if numbers.shape[0] != length:
@@ -114,31 +107,24 @@ def cat(call: Call, tensors: Sequence[Operand], dim: int = 0) -> Spec | None:
         return None
     dims: Dims = tuple(None if i == d else i for i in range(first.ndim))
     shape = tuple(sum(t.shape[d] for t in tensors) if i == d else n for i, n in enumerate(first.shape))
+
+    def localize(chosen: Chosen) -> LocalFunction | None:
+        if all(min(layout.local_shape, default=1) for layout in chosen.ins):
+            return None
+        # torch.cat drops 1-D tensors without elements; an empty shard must be kept, for its other dims.
+        return lambda func, loc, kw: torch.cat(
+            [t.unsqueeze(-1) for t in (loc[0] if loc else kw["tensors"])], d
+        ).squeeze(-1)
+
     return Spec(
         [dims] * len(tensors),
         [dims],
         [shape],
         linear=[tuple(range(len(tensors)))],
         moves_only=True,
-        localize=_cat(d),
+        localize=localize,
         keeps_terms=True,
     )
-
-
-def _cat(dim: int) -> Any:
-    # torch.cat drops 1-D tensors without elements; an empty shard must be kept, for its other dims.
-    def localize(chosen: Chosen) -> LocalFunction | None:
-        if all(min(layout.local_shape, default=1) for layout in chosen.ins):
-            return None
-
-        def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
-            tensors = loc[0] if loc else kw["tensors"]
-            full = torch.cat([t.unsqueeze(-1) for t in tensors], dim)
-            return full.squeeze(-1)
-
-        return run
-
-    return localize
 
 
 @rule("stack")

@@ -25,35 +25,15 @@ from terrazzo.tensor.ops.views import norm_dim
 
 
 def touching(
-    call: Call,
-    input: Operand,
-    touched: Collection[int],
-    *,
-    linear: bool = False,
-    moves_only: bool = False,
-    keeps_terms: bool = False,
+    call: Call, input: Operand, touched: Collection[int], *, linear: bool = False, **said: bool
 ) -> Spec | None:
     """The spec of a function that works within the dims `touched` and keeps the others where they are."""
-    shapes = shapes_of_results(call)
-    if shapes is None:
+    shapes = shapes_of_results(call) or []
+    kept = [d for d in range(input.ndim) if d not in touched]
+    if len(set(shapes)) != 1 or len(shapes[0]) != input.ndim or any(shapes[0][d] != input.shape[d] for d in kept):
         return None
-    factors: Dims = tuple(None if d in touched else d for d in range(input.ndim))
-    if any(
-        len(shape) != input.ndim
-        or any(n != m for n, m, f in zip(shape, input.shape, factors, strict=True) if f is not None)
-        for shape in shapes
-    ):
-        return None
-
-    return Spec(
-        [factors],
-        [factors] * len(shapes),
-        shapes,
-        linear=[(0,)] if linear else [],
-        moves_only=moves_only,
-        keeps_terms=keeps_terms,
-        never_empty=True,
-    )
+    terms = [(0,)] if linear else []
+    return within(input, touched, shapes[0], len(shapes), linear=terms, never_empty=True, **said)
 
 
 def shapes_of_results(call: Call) -> list[tuple[int, ...]] | None:
@@ -87,28 +67,26 @@ def pool(call: Call, input: Operand, *args: Static, **kwargs: Static) -> Spec | 
     return touching(call, input, dims, linear="avg" in call.name)
 
 
-def _max_windows(
-    n: int, input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
-    ceil_mode: bool = False, return_indices: bool = False,
-) -> list[Window] | None:  # fmt: skip
-    if ceil_mode or return_indices:
-        return None
-    return _pool_windows(n, kernel_size, stride, padding, dilation)
+_POOL_ARGUMENTS = {
+    "avg": ("input", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"),
+    "max": ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
+}
 
 
-def _average_windows(
-    n: int, input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
-    count_include_pad: bool = True, divisor_override: Any = None,
-) -> list[Window] | None:  # fmt: skip
-    windows = None if ceil_mode else _pool_windows(n, kernel_size, stride, padding, 1)
+def _pool_windows(call: Call, n: int) -> list[Window] | None:
+    """The window of each dim; None where the parts do not give the whole, or PyTorch will refuse the arguments."""
+    named = dict(zip(_POOL_ARGUMENTS[call.name[:3]], call.args, strict=False)) | dict(call.kwargs)
+    kernels, pads, holes = (
+        each(v, n) for v in (named["kernel_size"], named.get("padding", 0), named.get("dilation", 1))
+    )
+    steps = each(stride, n) if (stride := named.get("stride")) not in (None, (), []) else kernels
     # If padding is not counted, windows at the ends have fewer elements than the halo would count.
-    return windows if windows is not None and (count_include_pad or not any(w.before for w in windows)) else None
-
-
-def _pool_windows(n: int, kernel: Any, stride: Any, padding: Any, dilation: Any) -> list[Window] | None:
-    """The window of each dim; None for arguments that PyTorch will refuse."""
-    kernels, pads, holes = each(kernel, n), each(padding, n), each(dilation, n)
-    steps = kernels if stride is None or stride == () or stride == [] else each(stride, n)
+    if (
+        named.get("ceil_mode")
+        or named.get("return_indices")
+        or (any(pads) and not named.get("count_include_pad", True))
+    ):
+        return None
     if min((*kernels, *steps, *holes)) < 1 or any(not 0 <= 2 * p <= k for p, k in zip(pads, kernels, strict=True)):
         return None
     return [Window(k, s, p, p, d) for k, s, p, d in zip(kernels, steps, pads, holes, strict=True)]
@@ -116,10 +94,7 @@ def _pool_windows(n: int, kernel: Any, stride: Any, padding: Any, dilation: Any)
 
 def _pool_of_parts(call: Call, input: Operand, n: int) -> Spec | None:
     """Pooling with sharded spatial dims."""
-    kinds = {f"max_pool{n}d": _max_windows, f"avg_pool{n}d": _average_windows}
-    if call.name not in kinds:
-        return None
-    windows = kinds[call.name](n, *call.args, **call.kwargs)
+    windows = _pool_windows(call, n) if call.name in (f"max_pool{n}d", f"avg_pool{n}d") else None
     first = input.ndim - n
     if windows is None or not all(input.shape):
         return None
@@ -139,8 +114,7 @@ def _pool_of_parts(call: Call, input: Operand, n: int) -> Spec | None:
             if not math.prod(out):
                 return tied_to(around.new_zeros(out), around)
             positional = [around, *loc[1:_PADDING], *[0 for _ in loc[_PADDING : _PADDING + 1]], *loc[_PADDING + 1 :]]
-            result: torch.Tensor = func(*positional, **{k: v for k, v in kw.items() if k not in ("input", "padding")})
-            return result
+            return func(*positional, **{k: v for k, v in kw.items() if k not in ("input", "padding")})
 
         return run
 

@@ -244,8 +244,7 @@ class _Dispatch:
 
 
 def _local(parameter: Any) -> Tensor:
-    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 @contextmanager

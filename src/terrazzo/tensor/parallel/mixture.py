@@ -126,8 +126,7 @@ class _FeedForward(nn.Module):
         self.w2 = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
-        return y
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 def within_capacity(ids: Tensor, scores: Tensor, capacity: int) -> Tensor:

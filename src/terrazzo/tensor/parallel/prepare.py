@@ -92,18 +92,11 @@ class PrepareModuleInput(ParallelStyle):
             _same_length(self.input_kwarg_layouts, self.desired_input_kwarg_layouts, "input_kwarg_layouts")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def convert(_module: nn.Module, inputs: Any) -> tuple[Any, ...]:
-            return self._positional(inputs, device_mesh)
+        def convert(_module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            named = self._named(kwargs, device_mesh) if self.with_kwargs else kwargs
+            return self._positional(inputs, device_mesh), named
 
-        def convert_all(
-            _module: nn.Module, inputs: Any, kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return self._positional(inputs, device_mesh), self._named(kwargs, device_mesh)
-
-        if self.with_kwargs:
-            module.register_forward_pre_hook(convert_all, with_kwargs=True)
-        else:
-            module.register_forward_pre_hook(convert)
+        module.register_forward_pre_hook(convert, with_kwargs=True)
         return module
 
     def _positional(self, inputs: Any, mesh: DeviceMesh) -> tuple[Any, ...]:
