@@ -242,7 +242,7 @@ class Versions:
         """Hold versions, so that no publisher removes them; `CheckpointNotFoundError` if one is being removed."""
         with ExitStack() as stack:
             for version in versions:
-                stack.callback(take_to_read(self._catalog, version.place).release)
+                stack.enter_context(take_to_read(self._catalog, version.place))
             yield
 
     @contextmanager

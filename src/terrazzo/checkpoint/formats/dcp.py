@@ -250,19 +250,14 @@ class DCPWriter(RowWriter):
         while left:
             # One file, or several if files should be small, with the names that PyTorch gives the files of threads.
             name = f"{self._name}{_SUFFIX}" if caps.file_bytes is None else f"{self._name}_{len(results)}{_SUFFIX}"
-            file = self._store.upload(name, 0) if caps.in_place else self._store.stream(name)
-            try:
-                position = 0
+            position = 0
+            with self._store.upload(name, 0) if caps.in_place else self._store.stream(name) as file:
                 while left and (caps.file_bytes is None or position < caps.file_bytes):
                     row = left.pop()
                     end = _write_row(file, position, row)
                     item, location = item_of(row, described), StorageInfo(name, position, end - position)
                     results.append(WriteResult(item.index, end - position, (location, item.tensor_data)))
                     position = end
-            except BaseException:
-                file.abort()
-                raise
-            file.finish()
         return results
 
     def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:

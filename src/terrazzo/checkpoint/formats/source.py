@@ -217,11 +217,6 @@ def new_file(store: Store, name: str) -> Iterator[Upload]:
 
     If an error is raised, the existing file stays.
     """
-    file = store.stream(name)
-    try:
+    with store.stream(name) as file:
         yield file
-    except BaseException:
-        file.abort()
-        raise
-    file.finish()
     store.delete([f"{name}.{SEAL}"])

@@ -133,13 +133,10 @@ class Housekeeping:
             raise CheckpointExistsError(f"cannot replace {target.location}, which is a link: remove the link")
         if target.exists(MANIFEST) and is_held(target):
             raise CheckpointExistsError(f"cannot replace {target.location} while it is being read")
-        lease = take_to_read(local.catalog, record.step)
-        try:
+        with take_to_read(local.catalog, record.step):
             source = local.catalog.store_of(record.step)
             assert isinstance(source, HostsStore)
             copy_checkpoint(source, target)
-        finally:
-            lease.release()
         if self._tiers.root.catalog.read()[-1].step == record.step:  # `latest` must not name an older one
             name_as_latest(self._tiers.root.root, name_of_step(record.step))
 

@@ -419,11 +419,8 @@ class CheckpointManager(Shown):
         tensor([1., 1.])
         """
         chosen, tier = choose(step, self._tiers.look(), self._tiers, self._best)
-        lease = take_to_read(tier.catalog, chosen)
-        try:
+        with take_to_read(tier.catalog, chosen):
             yield tier.catalog.store_of(chosen)
-        finally:
-            lease.release()
 
     # ------------------------------------------------------------------ closing, and collective steps
 

@@ -64,11 +64,8 @@ def take_to_read(catalog: Catalog, step: int) -> Lease:
 @contextmanager
 def removing(store: Store) -> Iterator[bool]:
     """Yields whether a checkpoint may be removed; while the context lasts no reader can begin to hold it."""
-    lease = _Renewed(store, _REMOVER)
-    try:
+    with _Renewed(store, _REMOVER):
         yield not is_held(store)
-    finally:
-        lease.release()
 
 
 def is_held(store: Store, kind: str = _READER) -> bool:

@@ -185,13 +185,8 @@ def _part_entry(store: Store, written: Sequence[_WrittenFile], files: FilesOfRan
     if len(index) <= INLINE_INDEX:
         return PartEntry(entries, "", len(index), checksum(index), index)
     name = index_name(files.save_id, files.rank)
-    upload = store.upload(name, len(index))
-    try:
+    with store.upload(name, len(index)) as upload:
         upload.write(0, [memoryview(index)])
-    except BaseException:
-        upload.abort()
-        raise
-    upload.finish()
     return PartEntry(entries, name, len(index), checksum(index))
 
 

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, NewType
+from typing import Any, Final, NewType, Self
 
 import msgspec
 import xxhash
@@ -101,7 +101,10 @@ class Request(msgspec.Struct, eq=False):
 
 
 class Upload(abc.ABC):
-    """A data file that is being written. Each method raises if it cannot do all of its work."""
+    """A data file that is being written. Each method raises if it cannot do all of its work.
+
+    As a context manager it finishes the file, or aborts it if an error is raised.
+    """
 
     @abc.abstractmethod
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -127,6 +130,12 @@ class Upload(abc.ABC):
     @abc.abstractmethod
     def abort(self) -> None:
         """Remove what has been written, if possible. Does nothing after `finish`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.finish() if kind is None else self.abort()
 
 
 class MemoryUpload(Upload):
@@ -258,6 +267,12 @@ class Lease(abc.ABC):
     @abc.abstractmethod
     def release(self) -> None:
         """Remove the lease: the save has ended."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
 
 class Store(abc.ABC):
@@ -446,15 +461,11 @@ class _LeaseFile(Lease):
 
 def write_pieces(store: Store, key: str, pieces: Iterable[bytearray]) -> None:
     """Write a file of any size from its pieces; it replaces an existing one when it is complete."""
-    upload, position = store.stream(key), 0
-    try:
+    position = 0
+    with store.stream(key) as upload:
         for piece in pieces:
             upload.write(position, [memoryview(piece)])
             position += len(piece)
-    except BaseException:
-        upload.abort()
-        raise
-    upload.finish()
 
 
 def version_of(data: bytes | bytearray | memoryview) -> Version:

@@ -271,7 +271,7 @@ class HuggingFaceWriter(RowWriter):
                     f"{store.location} has no {self._part(number)}, which the first rank has made there: it is not the "
                     f"same folder on all ranks"
                 ) from error
-            try:
+            with upload:
                 if self._replacing is not None:
                     upload.write(0, [memoryview(file.header)])
                 for row in by_file.get(number, ()):
@@ -279,10 +279,6 @@ class HuggingFaceWriter(RowWriter):
                     for start, memory in runs_of(row.tensor().detach(), row.form.box, layout.slots[row.name]):
                         upload.write(start, [memory])
                         self._bytes_written[number] += len(memory)
-            except BaseException:
-                upload.abort()
-                raise
-            upload.finish()
 
     def _write_streamed(self, layout: WeightsLayout, rows: Sequence[Row], ranks: int) -> None:
         """Whole files by one rank each."""
