@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from terrazzo.checkpoint.native.storage import NativeReader
 from terrazzo.checkpoint.stores import Store
 from terrazzo.checkpoint.stores.fsspec_store import FsspecStore
 from terrazzo.errors import UnsupportedValueError
@@ -14,7 +13,26 @@ from terrazzo.errors import UnsupportedValueError
 __all__ = ["FsspecReader", "FsspecWriter"]
 
 
-class FsspecWriter(FileSystemWriter):
+class _OfFsspec:
+    _settings: dict[str, Any]
+
+    def _open_store(self, path: str | os.PathLike[str]) -> Store:
+        return FsspecStore(os.fspath(path), **self._settings)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        if not isinstance(checkpoint_id, str):
+            return False
+        import fsspec  # type: ignore[import-untyped]  # it has no types
+
+        try:
+            fsspec.url_to_fs(checkpoint_id)
+        except ValueError:
+            return False
+        return True
+
+
+class FsspecWriter(_OfFsspec, FileSystemWriter):
     """A `FileSystemWriter` for a URL of `fsspec`. Further arguments go to the file system's constructor.
 
     >>> from terrazzo.checkpoint import save
@@ -47,15 +65,8 @@ class FsspecWriter(FileSystemWriter):
             _extensions=_extensions,
         )
 
-    def _open_store(self, path: str | os.PathLike[str]) -> Store:
-        return FsspecStore(os.fspath(path), **self._settings)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_known(checkpoint_id)
-
-
-class FsspecReader(FileSystemReader):
+class FsspecReader(_OfFsspec, FileSystemReader):
     """Reads checkpoints that an `FsspecWriter` wrote.
 
     >>> import torch
@@ -69,26 +80,4 @@ class FsspecReader(FileSystemReader):
 
     def __init__(self, path: str | os.PathLike[str], **kwargs: Any) -> None:
         self._settings = kwargs
-        NativeReader.__init__(self, FsspecStore(os.fspath(path), **kwargs))
-        self.path = os.fspath(path)
-
-    def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
-        if checkpoint_id is not None:
-            self.path = os.fspath(checkpoint_id)
-            self.store = FsspecStore(self.path, **self._settings)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_known(checkpoint_id)
-
-
-def _is_known(checkpoint_id: str | os.PathLike[str]) -> bool:
-    if not isinstance(checkpoint_id, str):
-        return False
-    import fsspec  # type: ignore[import-untyped]  # it has no types
-
-    try:
-        fsspec.url_to_fs(checkpoint_id)
-    except ValueError:
-        return False
-    return True
+        super().__init__(path)

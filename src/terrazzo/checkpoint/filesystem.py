@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.checkpoint.formats.torch_storage import finish_as_torch, writer_of_torch
-from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from terrazzo.checkpoint.metadata import Metadata
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
 from terrazzo.checkpoint.native.writer import WriteOptions
@@ -32,7 +32,39 @@ def _option(name: str, lowest: int | None = None) -> Any:
     return property(lambda writer: getattr(writer.options, name), change)
 
 
-class FileSystemWriter(BlockingAsyncStager, NativeWriter):
+class _InFolder:
+    """What the writer and the reader of a folder or a URL have in common."""
+
+    path: str | Path
+    store: Store
+
+    def _open_store(self, path: str | os.PathLike[str]) -> Store:
+        return store_at(path)
+
+    @cached_property
+    def fs(self) -> Any:
+        """PyTorch's view of the folder, for classes built on this one; ours uses `store`."""
+        return writer_of_torch(self.path).fs
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the checkpoint is, or goes."""
+        return self.path
+
+    def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        if checkpoint_id is not None:
+            self.path, self.store = _path(checkpoint_id), self._open_store(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a URL, or the path of a folder that exists or can be created."""
+        if is_url(checkpoint_id):
+            return True
+        path = Path(checkpoint_id)
+        return not path.exists() or path.is_dir()  # in this order, because another rank may create it in between
+
+
+class FileSystemWriter(BlockingAsyncStager, _InFolder, NativeWriter):
     """Writes checkpoints into folders, in terrazzo's format.
 
     A folder is a path, or a URL: `s3://bucket/prefix`, `gs://`, `az://` (see docs/stores.md). It has one checkpoint. A
@@ -88,11 +120,6 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
         self._sync_files = value
         self.store = self._open_store(self.path)
 
-    @cached_property
-    def fs(self) -> Any:
-        """PyTorch's view of the folder, for classes built on this one; ours uses `store`."""
-        return writer_of_torch(self.path).fs
-
     @property
     def transforms(self) -> Any:
         """What PyTorch's writer does to its streams: nothing. Subclasses that write PyTorch's files pass it on."""
@@ -110,59 +137,14 @@ class FileSystemWriter(BlockingAsyncStager, NativeWriter):
             )
         finish_as_torch(self.path, metadata, results)
 
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the next checkpoint is written."""
-        return self.path
 
-    def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
-        if checkpoint_id is not None:
-            self.path = _path(checkpoint_id)
-            self.store = self._open_store(checkpoint_id)
-
-    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-        """A copy of the state dict in host memory, which `async_save` writes."""
-        return super().stage(state_dict)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_place(checkpoint_id)
-
-
-class FileSystemReader(NativeReader):
+class FileSystemReader(_InFolder, NativeReader):
     """Reads checkpoints in terrazzo's format from folders and URLs."""
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None, *, verify: bool = True) -> None:
-        super().__init__(store_at(path), verify=verify)
+        super().__init__(self._open_store(path), verify=verify)
         self.path = _path(path)
-
-    @cached_property
-    def fs(self) -> Any:
-        """PyTorch's view of the folder, for classes built on this one."""
-        return writer_of_torch(self.path).fs
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint is read from."""
-        return self.path
-
-    def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
-        if checkpoint_id is not None:
-            self.path = _path(checkpoint_id)
-            self.store = store_at(checkpoint_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_place(checkpoint_id)
 
 
 def _path(path: str | os.PathLike[str]) -> str | Path:
     return os.fspath(path) if is_url(path) else Path(path)
-
-
-def _is_place(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether this is a URL, or the path of a folder that exists or can be created."""
-    if is_url(checkpoint_id):
-        return True
-    path = Path(checkpoint_id)
-    return not path.exists() or path.is_dir()  # in this order, because another rank may create it in between

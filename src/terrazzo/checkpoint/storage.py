@@ -61,9 +61,9 @@ class StorageWriter(ShownAsCall, abc.ABC):
         """Commit the checkpoint. Called when every rank has written."""
 
     @classmethod
-    @abc.abstractmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this class can write under this id."""
+        """Whether this class can write under this id; by default not: it has to be given."""
+        return False
 
     def storage_meta(self) -> StorageMeta | None:
         """Information about this storage for planners."""
@@ -102,6 +102,6 @@ class StorageReader(ShownAsCall, abc.ABC):
         """Read every item of the plan into the planner's tensors, which may be on other devices."""
 
     @classmethod
-    @abc.abstractmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this class can read a checkpoint with this id."""
+        """Whether this class can read a checkpoint with this id; by default not: it has to be given."""
+        return False

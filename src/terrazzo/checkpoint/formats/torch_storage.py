@@ -138,10 +138,6 @@ class TorchStorageWriter(StorageWriter):
         metadata.storage_data = to_ours(theirs.storage_data)
         metadata.storage_meta = to_ours(theirs.storage_meta)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # a writer has to be given
-
     def storage_meta(self) -> StorageMeta | None:
         meta: StorageMeta | None = to_ours(self._writer.storage_meta())
         return meta
@@ -199,10 +195,6 @@ class TorchStorageReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # a reader has to be given
 
 
 _ASKED: Final = ("resolve_data", "load_bytes", "resolve_bytes", "resolve_tensor", "commit_tensor")

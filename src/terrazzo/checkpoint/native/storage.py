@@ -148,10 +148,6 @@ class NativeWriter(RowWriter):
     def may_abandon(self) -> bool:
         return self._commit.is_absent()
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # a store has to be given
-
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(self.store.location, self._files.save_id if self._files is not None else None)
 
@@ -246,10 +242,6 @@ class NativeReader(TargetReader):
     def digests(self) -> dict[str, bytes]:
         """A digest of each value: see `Checkpoint.digests`."""
         return self._open()[0].digests()
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False  # a store has to be given
 
 
 def _check_location(user: object, store: Store, checkpoint_id: str | os.PathLike[str] | None) -> None:
