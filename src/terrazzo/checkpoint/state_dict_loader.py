@@ -7,7 +7,6 @@ do not have.
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -21,6 +20,7 @@ from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.planner import LoadPlanner
 from terrazzo.checkpoint.run.coordination import find_team
+from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.run.load_session import LoadSession
 from terrazzo.checkpoint.run.locate import find_reader, storage_may_be_second, usable_reader
 from terrazzo.checkpoint.state_dict.lazy_state import complete_state, keyed_by_index
@@ -162,7 +162,6 @@ def load_state_dict(
     _load_state_dict(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
 
 
-LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 _TOLD: Final = 5  # names in a warning
 
 

@@ -5,12 +5,10 @@ Removals and copies run on a thread each, so the next save does not wait for the
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import Final
 
 from terrazzo._threads import Worker, results_of
 from terrazzo.checkpoint.manager.hosts import HostsStore, PeerStore
@@ -23,6 +21,7 @@ from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import name_as_latest, name_of_step
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.native.verify import copy_intact
+from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores import Store
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.errors import (
@@ -32,8 +31,6 @@ from terrazzo.errors import (
     CheckpointIOError,
     CheckpointManagerError,
 )
-
-LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 
 class Housekeeping:

@@ -16,7 +16,6 @@ The newest complete checkpoint is never removed, and `latest` always names a com
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -42,6 +41,7 @@ from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.names import check_holds_checkpoints, name_of_step
 from terrazzo.checkpoint.planner import LoadPlanner, SavePlanner
 from terrazzo.checkpoint.run.coordination import Failure, failure_of, find_team
+from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.state_dict_loader import load
 from terrazzo.checkpoint.stores import Lease, LocalStore, Place, Store
 from terrazzo.comm.control import time_limit_of
@@ -52,8 +52,6 @@ from terrazzo.errors import (
     DivergentValueError,
 )
 from terrazzo.layout.drawing import Shown
-
-LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 _PATIENCE: Final = 5.0  # seconds after which the first rank, if it is busy, sends the others a message
 

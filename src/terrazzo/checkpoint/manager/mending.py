@@ -6,7 +6,6 @@ file of which another host has an intact copy is replaced by that.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -20,10 +19,10 @@ from terrazzo.checkpoint.manager.removing import remove, take_to_read
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
 from terrazzo.checkpoint.native.commit import read_manifest
 from terrazzo.checkpoint.native.verify import copy_file, verify_store
+from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores import Lease, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointException
 
-LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 _MENDS: Final = 2  # twice, because some files can be verified only when a missing index has been replaced
 
 

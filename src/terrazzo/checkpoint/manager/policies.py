@@ -11,7 +11,6 @@ why. The newest is always kept.
 from __future__ import annotations
 
 import abc
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
 from terrazzo.checkpoint.manager.records import Catalog, Record
+from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import CheckpointError, CheckpointManagerError
 
@@ -163,8 +163,6 @@ def check_period(policy: object, steps: int | None, seconds: float | None) -> No
 
 # ------------------------------------------------------------------ which checkpoints to keep
 
-
-LOGGER = logging.getLogger("terrazzo.checkpoint")
 
 NEWEST = "newest"
 UNTIL_COPIED = "until copied"

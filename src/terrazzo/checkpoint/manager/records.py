@@ -7,7 +7,6 @@ a value in the checkpoint itself, so they are committed with it.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import msgspec
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.listing import NativeListing
 from terrazzo.checkpoint.native.names import name_of_step, named_by_latest, step_of_name
+from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores import SMALL, Entry, Place, Store
 from terrazzo.errors import (
     CheckpointCorruptError,
@@ -27,8 +27,6 @@ from terrazzo.errors import (
     CheckpointIOError,
     CheckpointManagerError,
 )
-
-LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 VALUE: Final = "checkpoint_manager"  # the name of the record among a checkpoint's values
 KEPT: Final = "kept.json"  # file in the run's folder with the reasons why each step is kept, for people

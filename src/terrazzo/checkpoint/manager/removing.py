@@ -12,7 +12,6 @@ this process dies, by a later removal.
 
 from __future__ import annotations
 
-import logging
 import threading
 import uuid
 from collections.abc import Collection, Iterator
@@ -23,11 +22,10 @@ from terrazzo.checkpoint.manager.records import KEPT, RUN, Catalog
 from terrazzo.checkpoint.native.commit import ended, remove_leftovers, sweep, temporary_of
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST, name_of_step
+from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores import Entry, Lease, Store
 from terrazzo.checkpoint.stores.base import TEMPORARY
 from terrazzo.errors import CheckpointManagerError, CheckpointNotFoundError
-
-LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 _SOONEST: Final = 0.1  # seconds between two renewals
 _READER: Final = "read-"

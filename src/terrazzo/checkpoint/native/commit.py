@@ -12,7 +12,6 @@ between still has its lease, or its manifest is read.
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections import defaultdict
@@ -22,6 +21,7 @@ from typing import Any
 
 from terrazzo.checkpoint.native.format import MANIFEST, lease_name, save_of
 from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores.base import (
     ABSENT,
     CLOCK,
@@ -43,7 +43,6 @@ from terrazzo.errors import (
     ConflictError,
 )
 
-LOGGER = logging.getLogger("terrazzo.checkpoint")
 RENEW_SECONDS = 60.0  # far less than what makes a lease an ended one
 
 

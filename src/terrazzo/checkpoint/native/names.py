@@ -8,7 +8,6 @@ format, whose folders then also get a file of that name, after the commit. terra
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores import Place
 from terrazzo.checkpoint.stores.base import ABSENT, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointManagerError, ConflictError
@@ -104,7 +104,6 @@ def check_holds_checkpoints(folder: Place) -> None:
 
 MARKER: Final = ".metadata"
 _TEXT: Final = f"a checkpoint of terrazzo, whose table of contents is {MANIFEST}; load it with terrazzo\n"
-_LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 _told = False  # in a process that saves for another process: what `for_torch` is in that one
 
 
@@ -150,4 +149,4 @@ def leave_marker(store: Store) -> None:
     except ConflictError:
         return
     except OSError as error:
-        _LOGGER.warning("%s: %s could not be written, by which some programs look: %s", store.location, MARKER, error)
+        LOGGER.warning("%s: %s could not be written, by which some programs look: %s", store.location, MARKER, error)

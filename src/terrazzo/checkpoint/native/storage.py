@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import uuid
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -30,12 +29,11 @@ from terrazzo.checkpoint.native.writer import (
     discard,
     write_part,
 )
+from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.storage import WriteResult
 from terrazzo.checkpoint.stores import Store
 from terrazzo.checkpoint.torch_api.storages import RowWriter, TargetReader
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointExistsError, CheckpointFormatError
-
-LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 
 class NativeWriter(RowWriter):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,13 +30,12 @@ from terrazzo.checkpoint.native.merging import SaveFacts, merge
 from terrazzo.checkpoint.native.parts import WrittenPart, make_part
 from terrazzo.checkpoint.native.root import TENSOR, FileEntry, ObjectEntry, PartEntry, Root
 from terrazzo.checkpoint.native.rows import Form, Row
+from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores.base import Entry, Store, Upload
 from terrazzo.layout.box import row_major_windows
 
 _FILES_AT_ONCE: Final = 4
 _WORTH_COMPRESSING: Final = 1024  # bytes
-
-LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 
 @dataclass(frozen=True, slots=True)

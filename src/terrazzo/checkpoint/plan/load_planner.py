@@ -8,7 +8,6 @@ one error, before anything is changed.
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Final
@@ -33,6 +32,7 @@ from terrazzo.checkpoint.native.rows import ReadPlan, Target
 from terrazzo.checkpoint.plan.flatten import PerRank, check_names, flatten_state_dict, name_on_rank, set_element
 from terrazzo.checkpoint.plan.sharded import ShardViews, global_size, is_sharded, plain_chunk
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.torch_api.items import items_of, value_item
 from terrazzo.errors import CheckpointError, CheckpointMismatchError, TerrazzoError, UnsupportedValueError
 from terrazzo.layout.box import Box
@@ -51,8 +51,6 @@ _SEES_ITEMS: Final = (
     "transform_tensor",
     "commit_tensor",
 )
-
-LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
 
 
 class DefaultLoadPlanner(LoadPlanner):

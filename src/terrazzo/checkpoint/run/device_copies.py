@@ -6,7 +6,6 @@ for an event on that stream, not for the whole device.
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Final
 
 import torch
 
-LOGGER: Final = logging.getLogger("terrazzo.checkpoint")
+from terrazzo.checkpoint.run.events import LOGGER
 
 _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for all devices
 
