@@ -19,7 +19,7 @@ from terrazzo.checkpoint.formats.stored import Asked, StoredBox, chunk_at, file_
 from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive, replace_tensors
 from terrazzo.checkpoint.formats.torch_save import UnwrittenTensor, write_archive
 from terrazzo.checkpoint.formats.windows import Window
-from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.tensors import bytes_of
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.checkpoint.stores.base import Upload
 from terrazzo.checkpoint.stores.memory import MemoryStore

@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 
 import terrazzo
 from terrazzo.checkpoint import Checkpoint, FileSystemWriter, LazyTensor, save
-from terrazzo.checkpoint.native.dtypes import OPAQUE, dtype_from_name
 from terrazzo.checkpoint.native.format import STORED
 from terrazzo.checkpoint.native.listing import NativeListing
-from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.tensors import OPAQUE, bytes_of, dtype_from_name
 from terrazzo.checkpoint.plan.sharded import ChunkedTensor
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.checkpoint.tools.lazy import ReaderListing

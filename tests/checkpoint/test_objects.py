@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrazzo.checkpoint import async_save, save
-from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name, is_lossless
 from terrazzo.checkpoint.native.objects import ObjectBytes, decode, encode
+from terrazzo.checkpoint.native.tensors import dtype_from_name, dtype_name, is_lossless
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict
 from terrazzo.checkpoint.plan.ownership import digest_of_tensor
 from terrazzo.errors import CheckpointError, UnsupportedValueError

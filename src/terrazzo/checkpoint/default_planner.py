@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex, is_tensor_entry
-from terrazzo.checkpoint.native.memory import empty
+from terrazzo.checkpoint.native.tensors import empty
 from terrazzo.checkpoint.plan.flatten import flatten_state_dict, set_element
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.plan.save_planner import DefaultSavePlanner

@@ -24,8 +24,7 @@ import msgspec
 import torch
 
 from terrazzo._threads import results_of
-from terrazzo.checkpoint.native.dtypes import as_bytes, dtype_from_name, dtype_name
-from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.tensors import as_bytes, bytes_of, dtype_from_name, dtype_name
 from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.comm.serving import Client, Server
 from terrazzo.errors import CommError, CommTimeout, PublishError

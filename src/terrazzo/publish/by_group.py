@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from terrazzo._torch.groups import group_of_jobs
-from terrazzo.checkpoint.native.dtypes import as_bytes, dtype_from_name, dtype_name
+from terrazzo.checkpoint.native.tensors import as_bytes, dtype_from_name, dtype_name
 from terrazzo.checkpoint.run.coordination import Team, find_team
 from terrazzo.comm import Axis, collectives
 from terrazzo.comm.alone import backends

@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from terrazzo.checkpoint.native.dtypes import as_bytes, can_convert, dtype_from_name, dtype_name
+from terrazzo.checkpoint.native.tensors import as_bytes, can_convert, dtype_from_name, dtype_name
 from terrazzo.comm.addresses import listen_at, own_address
 from terrazzo.comm.serving import Address, Client, Server, Session, WrongSecretError
 from terrazzo.errors import CommError, PublishError, PublishValueError, TerrazzoError

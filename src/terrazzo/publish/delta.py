@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from terrazzo.checkpoint.native.format import BLOCK, checksum
-from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.tensors import bytes_of
 from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout import Box
 from terrazzo.publish.host_copy import Snapshot, SnapshotWindow

@@ -16,8 +16,7 @@ from typing import Final
 
 import torch
 
-from terrazzo.checkpoint.native.dtypes import as_bytes, can_convert, is_lossless
-from terrazzo.checkpoint.native.memory import same_memory
+from terrazzo.checkpoint.native.tensors import as_bytes, can_convert, is_lossless, same_memory
 from terrazzo.errors import CheckpointMismatchError, PublishError
 from terrazzo.layout import Box
 from terrazzo.layout.box import row_major_windows

@@ -15,8 +15,8 @@ import msgspec
 import torch
 from torch import nn
 
-from terrazzo.checkpoint.native.dtypes import dtype_from_name, dtype_name
 from terrazzo.checkpoint.native.merging import refuse_gaps
+from terrazzo.checkpoint.native.tensors import dtype_from_name, dtype_name
 from terrazzo.checkpoint.plan.sharded import ShardView, ShardViews, check_storable, is_sharded, local_chunks
 from terrazzo.checkpoint.state_dict.names import state_of
 from terrazzo.errors import CheckpointError, DivergentValueError, PublishError, UnsupportedValueError

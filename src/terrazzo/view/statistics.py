@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from terrazzo.checkpoint import LazyTensor
-from terrazzo.checkpoint.native.dtypes import OPAQUE
+from terrazzo.checkpoint.native.tensors import OPAQUE
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import row_major_windows
 from terrazzo.view.data.numbers import plain

@@ -14,7 +14,7 @@ import torch
 
 from terrazzo.checkpoint import NativeReader, NativeWriter, async_save, load, save
 from terrazzo.checkpoint.native import writer
-from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.tensors import bytes_of
 from terrazzo.checkpoint.native.writer import WriteOptions
 from terrazzo.checkpoint.stores import Capabilities, MemoryStore, Request, ScatteredUpload, Upload
 from terrazzo.checkpoint.stores.object_store import ObjectStore

@@ -37,12 +37,12 @@ from terrazzo.checkpoint.metadata import (
 )
 from terrazzo.checkpoint.native.commit import Commit, by_save, check_written, remove_ended
 from terrazzo.checkpoint.native.contents import StorageInfo
-from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.format import SEAL, lease_name, save_of
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.root import TENSOR
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.native.spans import StoredChunk
+from terrazzo.checkpoint.native.tensors import dtype_name
 from terrazzo.checkpoint.planner import TensorWriteData
 from terrazzo.checkpoint.storage import StorageReader, WriteResult
 from terrazzo.checkpoint.stores import Place, Store, Upload, is_url, store_at

@@ -14,10 +14,10 @@ import torch
 from terrazzo.checkpoint.formats.format import Writing
 from terrazzo.checkpoint.metadata import Metadata, TensorStorageMetadata
 from terrazzo.checkpoint.native.format import SEAL
-from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.native.root import RAW, TYPED
 from terrazzo.checkpoint.native.rows import Form, Row, form_of, object_row
+from terrazzo.checkpoint.native.tensors import bytes_of
 from terrazzo.checkpoint.plan.flatten import check_names
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place, Store, Upload

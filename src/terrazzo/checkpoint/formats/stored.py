@@ -12,11 +12,11 @@ import msgspec
 import torch
 
 from terrazzo._threads import results_of
-from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.finding import in_file_order
 from terrazzo.checkpoint.native.requests import Requests
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.spans import StoredChunk, WantedBox, strides_of
+from terrazzo.checkpoint.native.tensors import dtype_name
 from terrazzo.checkpoint.stores import Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
 from terrazzo.layout.box import Box

@@ -33,9 +33,9 @@ from terrazzo.checkpoint.formats.torch_archive import (
 )
 from terrazzo.checkpoint.formats.windows import Window, check_file, is_start_of_archive
 from terrazzo.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
-from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.spans import strides_of
+from terrazzo.checkpoint.native.tensors import bytes_of
 from terrazzo.checkpoint.plan.flatten import flattened, paths_to_store, set_element
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place

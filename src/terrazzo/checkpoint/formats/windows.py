@@ -20,10 +20,10 @@ import torch
 
 from terrazzo.checkpoint.formats.format import Checked
 from terrazzo.checkpoint.formats.stored import chunk_at, file_at
-from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.format import STORED
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.spans import StoredChunk
+from terrazzo.checkpoint.native.tensors import dtype_from_name
 from terrazzo.checkpoint.native.verify import Damage
 from terrazzo.checkpoint.stores import Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError

@@ -20,10 +20,10 @@ from terrazzo.checkpoint.metadata import (
 )
 from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.chunks import Chunks
-from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, VERSION
 from terrazzo.checkpoint.native.root import TENSOR, Root
+from terrazzo.checkpoint.native.tensors import dtype_from_name
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.layout.box import Box
 from terrazzo.layout.chunk import ChunkStorageMetadata

@@ -21,13 +21,12 @@ import torch
 import xxhash
 
 from terrazzo.checkpoint.native.commit import read_manifest
-from terrazzo.checkpoint.native.dtypes import as_bytes, dtype_name, safetensors_form
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import BLOCK, PAGE, VERSION, adopted_name, checksum, chunk_suffix, encode_frame
-from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import TENSOR, FileEntry
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.native.spans import StoredChunk
+from terrazzo.checkpoint.native.tensors import as_bytes, bytes_of, dtype_name, safetensors_form
 from terrazzo.checkpoint.stores.base import Store, Upload
 from terrazzo.errors import CheckpointNotFoundError
 from terrazzo.layout.box import row_major_windows

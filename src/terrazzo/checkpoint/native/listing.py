@@ -184,7 +184,7 @@ def numbers_of(dtype: str, data: bytes) -> list[Any]:
         return list(STORED[dtype].as_text(data))
     kind = _NUMPY.get(dtype)
     if kind is None:
-        from terrazzo.checkpoint.native.dtypes import from_bytes  # imports PyTorch, which knows all
+        from terrazzo.checkpoint.native.tensors import from_bytes  # imports PyTorch, which knows all
 
         return from_bytes(dtype, data)
     values = np.frombuffer(data, kind)

@@ -39,7 +39,7 @@ BYTES_IO: Final = 11
 NUMPY_ARRAY: Final = 20
 NUMPY_SCALAR: Final = 21
 PICKLE: Final = 127
-_OF_TORCH: Final = range(16, 20)  # PyTorch's types: see `dtypes`, which is imported when one is met
+_OF_TORCH: Final = range(16, 20)  # PyTorch's types: see `tensors`, which is imported when one is met
 
 _encode_plain = msgspec.msgpack.Encoder().encode
 _MAX_DEPTH = 200
@@ -278,9 +278,9 @@ _UNPACK: dict[int, Callable[[Any], Any]] = {
 
 
 def _of_torch() -> Any:
-    from terrazzo.checkpoint.native import dtypes  # imports PyTorch, which most values do without
+    from terrazzo.checkpoint.native import tensors  # imports PyTorch, which most values do without
 
-    return dtypes
+    return tensors
 
 
 def _in_order(values: set[Any] | frozenset[Any]) -> list[Any]:

@@ -24,12 +24,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from terrazzo._threads import streams_of_this_thread
-from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes, dtype_from_name
 from terrazzo.checkpoint.native.finding import reading, room_for
 from terrazzo.checkpoint.native.format import checksum, decode_frame
-from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.spans import Span, StoredChunk, WantedBox, spans
+from terrazzo.checkpoint.native.tensors import OPAQUE, as_bytes, bytes_of, dtype_from_name
 from terrazzo.checkpoint.stores.base import Request, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointMismatchError
 from terrazzo.layout.box import Box

@@ -19,11 +19,11 @@ import msgspec
 import torch
 
 from terrazzo.checkpoint.native.chunks import Overlap
-from terrazzo.checkpoint.native.dtypes import dtype_name
 from terrazzo.checkpoint.native.format import BLOCK, block_of
 from terrazzo.checkpoint.native.index import RAW
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.root import TENSOR, TensorEntry
+from terrazzo.checkpoint.native.tensors import dtype_name
 from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import Box
 

@@ -16,12 +16,12 @@ from terrazzo.checkpoint.native.commit import Commit, committed_manifest, remove
 from terrazzo.checkpoint.native.contents import StoredPlaces, metadata_of
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
-from terrazzo.checkpoint.native.memory import bytes_of, empty
 from terrazzo.checkpoint.native.names import leave_marker
 from terrazzo.checkpoint.native.parts import PartResults
 from terrazzo.checkpoint.native.requests import Requests
 from terrazzo.checkpoint.native.root import TYPED, Root
 from terrazzo.checkpoint.native.rows import Row, Target
+from terrazzo.checkpoint.native.tensors import bytes_of, empty
 from terrazzo.checkpoint.native.writer import (
     FilesOfRank,
     WriteOptions,

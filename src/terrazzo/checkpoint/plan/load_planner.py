@@ -26,9 +26,8 @@ from terrazzo.checkpoint.metadata import (
     is_tensor_entry,
 )
 from terrazzo.checkpoint.native.chunks import Overlap, complete_parts
-from terrazzo.checkpoint.native.dtypes import can_convert, is_lossless
-from terrazzo.checkpoint.native.memory import fault_of
 from terrazzo.checkpoint.native.rows import ReadPlan, Target
+from terrazzo.checkpoint.native.tensors import can_convert, fault_of, is_lossless
 from terrazzo.checkpoint.plan.flatten import PerRank, check_names, flatten_state_dict, name_on_rank, set_element
 from terrazzo.checkpoint.plan.sharded import ShardViews, global_size, is_sharded, plain_chunk
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem

@@ -29,9 +29,9 @@ import torch
 import xxhash
 
 from terrazzo.checkpoint.native.format import checksum
-from terrazzo.checkpoint.native.memory import bytes_of
 from terrazzo.checkpoint.native.root import TENSOR
 from terrazzo.checkpoint.native.rows import Row, form_of
+from terrazzo.checkpoint.native.tensors import bytes_of
 from terrazzo.errors import CheckpointError, DivergentValueError, DivergentValueWarning
 from terrazzo.layout.box import Box, row_major_windows
 from terrazzo.layout.chunking import chunk_span

@@ -26,11 +26,11 @@ from terrazzo.checkpoint.metadata import (
     StorageMeta,
 )
 from terrazzo.checkpoint.native.format import checksum
-from terrazzo.checkpoint.native.memory import same_memory
 from terrazzo.checkpoint.native.names import for_torch
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.native.root import TENSOR, TYPED
 from terrazzo.checkpoint.native.rows import NO_FORM, Form, Row, form_of, object_row
+from terrazzo.checkpoint.native.tensors import same_memory
 from terrazzo.checkpoint.plan.flatten import (
     PerRank,
     check_names,

@@ -22,8 +22,7 @@ import msgspec
 import torch
 
 from terrazzo.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from terrazzo.checkpoint.native.dtypes import dtype_name
-from terrazzo.checkpoint.native.memory import OWN_MEMORY, fault_of, in_memory
+from terrazzo.checkpoint.native.tensors import OWN_MEMORY, dtype_name, fault_of, in_memory
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 

@@ -28,8 +28,8 @@ import xxhash
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from terrazzo._torch.groups import default_store
-from terrazzo.checkpoint.native.dtypes import as_bytes
 from terrazzo.checkpoint.native.rows import ReadPlan, Target
+from terrazzo.checkpoint.native.tensors import as_bytes
 from terrazzo.layout.box import row_major_windows
 
 _PIECE: Final = 32 << 20  # bytes that are sent at once

@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 
 from terrazzo.checkpoint.listing import in_order
-from terrazzo.checkpoint.native.dtypes import OPAQUE, as_bytes
 from terrazzo.checkpoint.native.objects import encode
+from terrazzo.checkpoint.native.tensors import OPAQUE, as_bytes
 from terrazzo.checkpoint.tools.lazy import Checkpoint, LazyTensor
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import row_major_windows

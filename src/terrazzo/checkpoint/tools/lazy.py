@@ -20,9 +20,8 @@ from terrazzo.checkpoint.formats.torch_archive import value_of
 from terrazzo.checkpoint.listing import Listed, Listing, corner, in_order
 from terrazzo.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 from terrazzo.checkpoint.native.contents import StoredPlaces
-from terrazzo.checkpoint.native.dtypes import listed
 from terrazzo.checkpoint.native.listing import about_save
-from terrazzo.checkpoint.native.memory import empty
+from terrazzo.checkpoint.native.tensors import empty, listed
 from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.run.locate import opening, reader_for, usable_reader
 from terrazzo.checkpoint.storage import StorageReader

@@ -25,12 +25,11 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.chunks import Overlap, complete_parts
-from terrazzo.checkpoint.native.dtypes import as_bytes, can_convert
-from terrazzo.checkpoint.native.memory import empty, fault_of
 from terrazzo.checkpoint.native.merging import refuse_gaps
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.root import RAW, TENSOR, TYPED
 from terrazzo.checkpoint.native.rows import NO_FORM, Form, Row, Target, form_of, object_row
+from terrazzo.checkpoint.native.tensors import as_bytes, can_convert, empty, fault_of
 from terrazzo.checkpoint.planner import (
     LoadItemType,
     LoadPlanner,

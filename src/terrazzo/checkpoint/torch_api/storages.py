@@ -15,8 +15,8 @@ from torch.futures import Future
 
 from terrazzo.checkpoint.metadata import STORAGE_TYPES, Metadata, MetadataIndex, TensorStorageMetadata
 from terrazzo.checkpoint.native.chunks import complete_parts
-from terrazzo.checkpoint.native.memory import empty
 from terrazzo.checkpoint.native.rows import ReadPlan, Row, Target
+from terrazzo.checkpoint.native.tensors import empty
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from terrazzo.checkpoint.run import messages

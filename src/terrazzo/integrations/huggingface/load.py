@@ -12,7 +12,7 @@ from torch import nn
 from terrazzo.checkpoint import DefaultLoadPlanner, load
 from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
-from terrazzo.checkpoint.native.dtypes import can_convert, is_lossless
+from terrazzo.checkpoint.native.tensors import can_convert, is_lossless
 from terrazzo.checkpoint.run.locate import opening
 from terrazzo.checkpoint.state_dict.names import ModelState, state_of
 from terrazzo.checkpoint.stores import Place, Store

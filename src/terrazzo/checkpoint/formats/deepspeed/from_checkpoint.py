@@ -24,7 +24,7 @@ from terrazzo.checkpoint.formats.deepspeed.writing import (
 from terrazzo.checkpoint.formats.source import Source
 from terrazzo.checkpoint.formats.torch_save import UnwrittenTensor
 from terrazzo.checkpoint.metadata import TensorStorageMetadata
-from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.tensors import bytes_of
 from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.stores import Place
 from terrazzo.errors import CheckpointFormatError, UnsupportedValueError

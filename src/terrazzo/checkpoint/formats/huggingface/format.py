@@ -27,10 +27,10 @@ from terrazzo.checkpoint.formats.stored import StoredBox
 from terrazzo.checkpoint.formats.table import BoxReader, TableReader, tensor_entry
 from terrazzo.checkpoint.formats.windows import Header, Window, check_file, is_start_of_safetensors, read_header
 from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata
-from terrazzo.checkpoint.native.dtypes import dtype_from_name
 from terrazzo.checkpoint.native.root import check_shape
 from terrazzo.checkpoint.native.rows import Target
 from terrazzo.checkpoint.native.spans import StoredChunk
+from terrazzo.checkpoint.native.tensors import dtype_from_name
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import SMALL, Place, Store
 from terrazzo.errors import (

@@ -20,7 +20,7 @@ import torch
 
 from terrazzo.checkpoint.formats.windows import CODES
 from terrazzo.checkpoint.native.format import checksum, save_of
-from terrazzo.checkpoint.native.memory import bytes_of
+from terrazzo.checkpoint.native.tensors import bytes_of
 from terrazzo.checkpoint.plan.flatten import check_names
 from terrazzo.checkpoint.stores import SMALL, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointValueError, UnsupportedValueError
