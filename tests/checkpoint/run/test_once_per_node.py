@@ -20,7 +20,7 @@ from terrazzo.checkpoint import (
     save,
 )
 from terrazzo.checkpoint.formats import DCPReader, DCPWriter
-from terrazzo.checkpoint.run import load_session, once_per_node
+from terrazzo.checkpoint.run import load_session
 from terrazzo.errors import CheckpointCorruptError, CheckpointError
 from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -61,7 +61,7 @@ def on_ranks(path: str, per_node: int) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     names = load_session.host_identity
     load_session.host_identity = lambda: f"node {rank // per_node}"
-    once_per_node._PIECE, piece = 100_000, once_per_node._PIECE  # so that the large one goes in pieces
+    load_session._PIECE, piece = 100_000, load_session._PIECE  # so that the large one goes in pieces
     try:
         mesh = init_device_mesh("cpu", (world,) if world == per_node else (per_node, world // per_node))
         reader = FileSystemReader(path, verify=False)
@@ -70,7 +70,7 @@ def on_ranks(path: str, per_node: int) -> int:
         check(state)
         return reader.bytes_read
     finally:
-        load_session.host_identity, once_per_node._PIECE = names, piece
+        load_session.host_identity, load_session._PIECE = names, piece
 
 
 @pytest.mark.parametrize("world", [2, 4])
