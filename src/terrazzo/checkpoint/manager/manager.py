@@ -31,8 +31,7 @@ import torch.distributed as dist
 
 from terrazzo._meant import counted
 from terrazzo.checkpoint.manager.committing import Teams, Unmade, save_named
-from terrazzo.checkpoint.manager.housekeeping import Housekeeping
-from terrazzo.checkpoint.manager.mending import Loading
+from terrazzo.checkpoint.manager.housekeeping import Housekeeping, Loading
 from terrazzo.checkpoint.manager.policies import Best, KeepPolicy, Moment, SaveEvery, SavePolicy, parts_of
 from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, checked_step
 from terrazzo.checkpoint.manager.removing import is_held, take_to_read
