@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, overload
@@ -30,75 +30,35 @@ from terrazzo.layout.chunk import ChunkStorageMetadata
 
 
 class ManifestEntries(Mapping[str, STORAGE_TYPES]):
-    """What is stored under each name."""
+    """What is stored under each name. Tensors of the same dtype, shape and layout share one entry: a model has many."""
 
-    def __init__(self, manifest: Root) -> None:
-        self._manifest = manifest
-        self._made: dict[str, STORAGE_TYPES] = {}
-        self._properties: dict[str, TensorProperties] = {}
-        # Tensors of the same dtype, shape and layout share one entry, since a model has many of each.
+    def __init__(self, root: Root) -> None:
+        self._root = root
         self._alike: dict[tuple[str, tuple[int, ...], int], TensorStorageMetadata] = {}
 
-    @property
-    def root(self) -> Root:
-        """The root that these are the entries of."""
-        return self._manifest
-
     def __getitem__(self, name: str) -> STORAGE_TYPES:
-        entry = self._made.get(name)
-        if entry is None:
-            entry = self._made[name] = self._make(name, self._manifest.names[name])
-        return entry
-
-    def get(self, name: str, default: Any = None) -> Any:
-        entry = self._made.get(name)
-        if entry is None:
-            kind = self._manifest.names.get(name)
-            if kind is None:
-                return default
-            entry = self._made[name] = self._make(name, kind)
-        return entry
-
-    def items(self) -> ItemsView[str, STORAGE_TYPES]:
-        """All names with what is stored under them, made at once."""
-        if len(self._made) < len(self):
-            head, nothing = self._manifest.head, BytesStorageMetadata()
-            alike, made = self._alike, self._made
-            for tensor in head.tensors:
-                entry: STORAGE_TYPES = nothing
-                if tensor.kind == TENSOR:
-                    entry = alike.get((tensor.dtype, tensor.shape, tensor.layout)) or self._make(tensor.name, TENSOR)
-                made[tensor.name] = entry
-            made.update((value.name, nothing) for value in head.objects)
-        return self._made.items()
-
-    def _make(self, name: str, kind: int) -> STORAGE_TYPES:
-        if kind != TENSOR:
+        root = self._root
+        if root.names[name] != TENSOR:
             return BytesStorageMetadata()
-        tensor = self._manifest.tensors[name]
+        tensor = root.tensors[name]
         key = (tensor.dtype, tensor.shape, tensor.layout)
         entry = self._alike.get(key)
         if entry is None:
-            entry = self._alike[key] = self._entry(tensor.dtype, tensor.shape, self._manifest.chunks(tensor))
+            properties, chunks = TensorProperties(dtype_from_name(tensor.dtype)), ChunkList(root.chunks(tensor))
+            entry = self._alike[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         return entry
 
-    def _entry(self, dtype: str, shape: tuple[int, ...], chunks: Chunks) -> TensorStorageMetadata:
-        properties = self._properties.get(dtype)
-        if properties is None:
-            properties = self._properties[dtype] = TensorProperties(dtype_from_name(dtype))
-        return TensorStorageMetadata(properties, torch.Size(shape), ChunkList(chunks))
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return ManifestEntries, (self._manifest,)
+        return ManifestEntries, (self._root,)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._manifest.names
+        return name in self._root.names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._manifest.names)
+        return iter(self._root.names)
 
     def __len__(self) -> int:
-        return len(self._manifest.names)
+        return len(self._root.names)
 
 
 @dataclass(frozen=True)
