@@ -24,8 +24,7 @@ from typing import Final
 
 import msgspec
 
-from terrazzo.checkpoint.manager.records import Catalog
-from terrazzo.checkpoint.manager.removing import remove, take_to_read
+from terrazzo.checkpoint.manager.records import Catalog, remove, take_to_read
 from terrazzo.checkpoint.native.commit import Commit, ended, read_manifest, temporary_of
 from terrazzo.checkpoint.native.names import name_of_step
 from terrazzo.checkpoint.stores import SMALL, Absent, Place, Store

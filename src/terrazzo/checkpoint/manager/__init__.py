@@ -47,4 +47,4 @@ __all__ = [
     "Which",
 ]
 
-__getattr__, __dir__ = late(__name__, ["committing", "hosts", "housekeeping", "removing"])
+__getattr__, __dir__ = late(__name__, ["committing", "hosts", "housekeeping"])

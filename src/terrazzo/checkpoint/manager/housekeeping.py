@@ -22,8 +22,7 @@ from terrazzo._threads import Worker, results_of
 from terrazzo.checkpoint.manager.committing import Teams
 from terrazzo.checkpoint.manager.hosts import HostsStore, PeerStore
 from terrazzo.checkpoint.manager.policies import UNTIL_COPIED
-from terrazzo.checkpoint.manager.records import Record
-from terrazzo.checkpoint.manager.removing import is_held, remove, take_to_read
+from terrazzo.checkpoint.manager.records import Record, is_held, remove, take_to_read
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
 from terrazzo.checkpoint.native.commit import Commit, read_manifest, remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST

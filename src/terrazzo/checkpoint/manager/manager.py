@@ -33,8 +33,7 @@ from terrazzo._meant import counted
 from terrazzo.checkpoint.manager.committing import Teams, Unmade, save_named
 from terrazzo.checkpoint.manager.housekeeping import Housekeeping, Loading
 from terrazzo.checkpoint.manager.policies import Best, KeepPolicy, Moment, SaveEvery, SavePolicy, parts_of
-from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, checked_step
-from terrazzo.checkpoint.manager.removing import is_held, take_to_read
+from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, checked_step, is_held, take_to_read
 from terrazzo.checkpoint.manager.tiers import Looked, Which, choose, in_order_of_merit, open_tiers
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.names import check_holds_checkpoints, name_of_step

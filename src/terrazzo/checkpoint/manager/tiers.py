@@ -14,8 +14,16 @@ from terrazzo.checkpoint.formats.registry import nested
 from terrazzo.checkpoint.manager.committing import Teams
 from terrazzo.checkpoint.manager.hosts import HostsStore, connect
 from terrazzo.checkpoint.manager.policies import Best, KeepLast, KeepPolicy, not_copied, reasons_to_keep, settled
-from terrazzo.checkpoint.manager.records import RUN, Catalog, Record, Unreadable, checked_step, write_reasons
-from terrazzo.checkpoint.manager.removing import clear_all, remove
+from terrazzo.checkpoint.manager.records import (
+    RUN,
+    Catalog,
+    Record,
+    Unreadable,
+    checked_step,
+    clear_all,
+    remove,
+    write_reasons,
+)
 from terrazzo.checkpoint.native.names import LATEST, name_of_step, named_by_latest, step_of_name
 from terrazzo.checkpoint.native.verify import copy_intact
 from terrazzo.checkpoint.stores import ABSENT, SMALL, LocalStore, Place
