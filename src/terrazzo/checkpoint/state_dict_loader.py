@@ -16,13 +16,14 @@ from typing import Any, Final, Literal
 
 import torch
 
+from terrazzo.checkpoint.formats.torch_storage import usable_reader
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.planner import LoadPlanner
 from terrazzo.checkpoint.run.coordination import find_team
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.run.load_session import LoadSession
-from terrazzo.checkpoint.run.locate import find_reader, storage_may_be_second, usable_reader
+from terrazzo.checkpoint.run.locate import find_reader, storage_may_be_second
 from terrazzo.checkpoint.state_dict.lazy_state import complete_state, keyed_by_index
 from terrazzo.checkpoint.stateful import Stateful, give_back_state, resolve_stateful
 from terrazzo.checkpoint.storage import StorageReader

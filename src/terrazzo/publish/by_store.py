@@ -300,7 +300,8 @@ class StoreSource:
         self._published = published
         opened.read_into((slot.source, slot.box, slot.data) for slot in self.host_copy.slots)
         self.bytes_read += opened.bytes_read
-        self.host_copy.all_dirty()
+        for slot in self.host_copy.slots:
+            slot.is_dirty = True
 
     def _read_changes(self, version: Version) -> None:
         opened, _ = self._opened(version)

@@ -209,11 +209,6 @@ class HostCopy:
         """The slots of a published tensor."""
         return self._by_source.get(source, [])
 
-    def all_dirty(self) -> None:
-        """Mark all slots to be copied into the model."""
-        for slot in self.slots:
-            slot.is_dirty = True
-
     @torch.no_grad()
     def apply(self) -> int:
         """Copy received slots into the model; returns the number of bytes."""

@@ -102,7 +102,10 @@ def parts_of(model: nn.Module | Mapping[str, torch.Tensor], rename: RenameLike |
         view = local_chunks(name, tensor, viewer.view)
         is_buffer = isinstance(model, nn.Module) and not isinstance(tensor, nn.Parameter)
         for link in by_model[name]:
-            _reserved(link.file)
+            if link.file.startswith(RESERVED):
+                raise PublishError(
+                    f"{link.file!r} cannot be published: names that begin with {RESERVED!r} are reserved. Rename it"
+                )
             info = infos.setdefault(link.file, TensorInfo(tensor.dtype, ()))
             if info.dtype != tensor.dtype:
                 raise UnsupportedValueError(
@@ -164,11 +167,6 @@ def _check(name: str, tensor: Any) -> None:
         check_storable(local)
     except UnsupportedValueError as error:
         raise UnsupportedValueError(f"{name}: {error}") from error
-
-
-def _reserved(name: str) -> None:
-    if name.startswith(RESERVED):
-        raise PublishError(f"{name!r} cannot be published: names that begin with {RESERVED!r} are reserved. Rename it")
 
 
 @dataclass(frozen=True, slots=True)

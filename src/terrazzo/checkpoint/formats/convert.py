@@ -62,7 +62,7 @@ def convert(
     format = registry.named(to)
     for option, value in (("stage", stage), ("ranks", ranks), ("only", only)):
         if value is not None and option not in format.options:
-            takers = ", ".join(registry.that_take(option))
+            takers = ", ".join(name for name in registry.names() if option in registry.named(name).options)
             raise CheckpointFormatError(f"the format {to} does not use {option}={value!r}, which is for {takers}")
     place = target if isinstance(target, Place) else Place(target)
     with doing("converting to", place):

@@ -101,11 +101,6 @@ def import_all() -> None:
         named(name)
 
 
-def that_take(option: str) -> list[str]:
-    """The names of the formats that have an option of `convert`."""
-    return [name for name in names() if option in named(name).options]
-
-
 def find(path: str | os.PathLike[str] | Place | Store) -> tuple[Format, Place] | None:
     """The format of the checkpoint at a path, a URL or in a store, and its exact place; None if none is recognised."""
     found = Found(path if isinstance(path, Place) else Place(path))

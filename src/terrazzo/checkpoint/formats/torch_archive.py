@@ -354,19 +354,6 @@ def _rebuild(
     )
 
 
-def _rebuild_typed(
-    storage: Any,
-    offset: int,
-    size: Sequence[int],
-    strides: Sequence[int],
-    requires_grad: bool,
-    hooks: Any,
-    dtype: torch.dtype,
-    metadata: Any = None,
-) -> StoredTensor:
-    return _rebuild(storage, offset, size, strides, requires_grad, hooks, metadata, dtype)
-
-
 def _rebuild_parameter(data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
     if not isinstance(data, StoredTensor):
         raise CheckpointCorruptError("a pickled parameter holds no tensor")
@@ -407,7 +394,11 @@ TORCH_NAMES: Final[unpickle.Names] = MappingProxyType(
         },
         ("torch._utils", "_rebuild_tensor"): Call(_rebuild),
         ("torch._utils", "_rebuild_tensor_v2"): Call(_rebuild),
-        ("torch._utils", "_rebuild_tensor_v3"): Call(_rebuild_typed),
+        ("torch._utils", "_rebuild_tensor_v3"): Call(  # with the dtype before the metadata
+            lambda storage, offset, size, strides, requires_grad, hooks, dtype, metadata=None: _rebuild(
+                storage, offset, size, strides, requires_grad, hooks, metadata, dtype
+            )
+        ),
         ("torch._utils", "_rebuild_parameter"): Call(_rebuild_parameter),
         ("torch._utils", "_rebuild_parameter_with_state"): Call(_rebuild_parameter),
         ("torch._utils", "_rebuild_sparse_tensor"): _refused("a sparse tensor"),

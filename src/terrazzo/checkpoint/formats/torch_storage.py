@@ -34,13 +34,13 @@ _PLANNER: Final = (
 )  # fmt: skip
 
 
-def ours_or_wrapped_writer(writer: Any) -> Any:
-    """A writer as `save` can use it."""
+def usable_writer(writer: Any) -> Any:
+    """The writer, adapted if it is built on PyTorch's classes."""
     return TorchStorageWriter(writer) if _is_theirs(writer, "StorageWriter") else writer
 
 
-def ours_or_wrapped_reader(reader: Any) -> Any:
-    """A reader as `load` can use it."""
+def usable_reader(reader: Any) -> Any:
+    """The reader, adapted if it is built on PyTorch's classes."""
     return TorchStorageReader(reader) if _is_theirs(reader, "StorageReader") else reader
 
 
@@ -119,12 +119,10 @@ class TorchStorageWriter(StorageWriter):
         self._writer.set_up_storage_writer(is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        prepared: SavePlan = to_ours(self._writer.prepare_local_plan(to_theirs(plan)))
-        return prepared
+        return to_ours(self._writer.prepare_local_plan(to_theirs(plan)))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        prepared: list[SavePlan] = to_ours(list(self._writer.prepare_global_plan(to_theirs(list(plans)))))
-        return prepared
+        return to_ours(list(self._writer.prepare_global_plan(to_theirs(list(plans)))))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = self._writer.write_data(to_theirs(plan), _AskedPlanner(planner)).wait()
@@ -139,8 +137,7 @@ class TorchStorageWriter(StorageWriter):
         metadata.storage_meta = to_ours(theirs.storage_meta)
 
     def storage_meta(self) -> StorageMeta | None:
-        meta: StorageMeta | None = to_ours(self._writer.storage_meta())
-        return meta
+        return to_ours(self._writer.storage_meta())
 
 
 def writer_of_torch(path: str | os.PathLike[str]) -> Any:
@@ -175,20 +172,17 @@ class TorchStorageReader(StorageReader):
 
     def read_metadata(self) -> Metadata:
         self._metadata = self._reader.read_metadata()
-        ours: Metadata = to_ours(self._metadata)
-        return ours
+        return to_ours(self._metadata)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         theirs = to_theirs(metadata) if self._metadata is None else self._metadata
         self._reader.set_up_storage_reader(theirs, is_coordinator)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        prepared: LoadPlan = to_ours(self._reader.prepare_local_plan(to_theirs(plan)))
-        return prepared
+        return to_ours(self._reader.prepare_local_plan(to_theirs(plan)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        prepared: list[LoadPlan] = to_ours(list(self._reader.prepare_global_plan(to_theirs(list(plans)))))
-        return prepared
+        return to_ours(list(self._reader.prepare_global_plan(to_theirs(list(plans)))))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._reader.read_data(to_theirs(plan), _AskedPlanner(planner)).wait()

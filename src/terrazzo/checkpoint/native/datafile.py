@@ -47,7 +47,7 @@ class DataFileLayout:
 
 def lay_out(rows: Sequence[Row], save_id: str) -> DataFileLayout:
     """Order the rows and place them in a file."""
-    ordered = tuple(sorted(rows, key=_file_order))
+    ordered = tuple(sorted(rows, key=lambda row: (row.form.nbytes % PAGE != 0, -row.form.dtype.itemsize)))
     header = file_header(ordered, [row.form.nbytes for row in ordered], save_id)
     position = len(header)
     starts = []
@@ -89,10 +89,6 @@ def _free_key(key: str, taken: dict[str, object]) -> str:
         number += 1
         found = f"{key}#{number}"
     return found
-
-
-def _file_order(row: Row) -> tuple[bool, int]:
-    return (row.form.nbytes % PAGE != 0, -row.form.dtype.itemsize)
 
 
 # ------------------------------------------------------------------ writing one

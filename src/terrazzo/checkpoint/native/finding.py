@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -20,14 +20,13 @@ import numpy as np
 from terrazzo._threads import results_of
 from terrazzo.checkpoint.native.chunks import Overlap, complete_parts, overlapping
 from terrazzo.checkpoint.native.format import checksum, itemsize_of
-from terrazzo.checkpoint.native.index import COLUMNS, RAW, IndexRows, decode_index, name_hash
+from terrazzo.checkpoint.native.index import COLUMNS, RAW, Array, IndexRows, decode_index, name_hash
 from terrazzo.checkpoint.native.root import TENSOR, Root, RootTensor
 from terrazzo.checkpoint.native.spans import StoredChunk, WantedBox
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
-Array = np.ndarray[Any, Any]
 _LARGEST_FRAME: Final = 16 << 20  # bytes that are compressed together: as much memory is needed to read one of them
 
 
@@ -191,7 +190,11 @@ class PartIndexes:
             if entry.index_file:
                 in_files.append((entry.index_file, entry.index_size, part))
             else:
-                self._rows[part] = decode_index(entry.index, self.root.source) if entry.index else _no_rows()
+                self._rows[part] = (
+                    decode_index(entry.index, self.root.source)
+                    if entry.index
+                    else IndexRows(**{name: np.empty(0, kind) for name, kind in COLUMNS.items()})
+                )
         source, read = self.root.source, self._store.read_at
         with reading(source):
             rooms = [(part, key, room_for(self._store, key, size)) for key, size, part in sorted(in_files)]
@@ -306,10 +309,6 @@ def in_file_order(wanted: list[WantedBox]) -> list[WantedBox]:
     starts = np.array([each.chunk.start for each in wanted], dtype=np.uint64)
     places = np.lexsort((starts, np.array([order[file] for file in files], dtype=np.int64)))
     return [wanted[number] for number in places.tolist()]
-
-
-def _no_rows() -> IndexRows:
-    return IndexRows(**{name: np.empty(0, kind) for name, kind in COLUMNS.items()})
 
 
 _LARGE: Final = 16 << 20  # bytes: for fewer, asking for the sizes of files is not worth it

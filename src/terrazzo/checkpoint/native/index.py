@@ -87,14 +87,12 @@ class IndexRows:
 
     def block_counts(self) -> Array:
         """How many checksums each chunk has."""
-        counts: Array = -(-self.nbytes.astype(np.int64) // np.maximum(self.blocks.astype(np.int64), 1))
-        return counts
+        return -(-self.nbytes.astype(np.int64) // np.maximum(self.blocks.astype(np.int64), 1))
 
     def boxes_of(self, rows: Array, ndim: int) -> Array:
         """The boxes of rows of tensors with so many dims: an array (rows, 2, dims)."""
         positions = self.first_box[rows][:, None] + np.arange(2 * ndim)
-        found: Array = self.boxes[positions].astype(np.int64).reshape(len(rows), 2, ndim)
-        return found
+        return self.boxes[positions].astype(np.int64).reshape(len(rows), 2, ndim)
 
     def shapes_of(self, rows: Array) -> list[tuple[int, ...]]:
         """The lengths of the boxes of rows."""
@@ -125,8 +123,7 @@ class IndexRows:
                 for values, run in ((self.boxes, self.runs["boxes"]), (self.sums, self.runs["sums"])):
                     lane = scrambled(lane ^ _sums_of_runs(values, *run, seed))
                 lanes.append(lane)
-        found: Array = np.stack(lanes, axis=1)
-        return found
+        return np.stack(lanes, axis=1)
 
 
 def _sums_of_runs(values: Array, first: Array, lengths: Array, seed: Any) -> Array:
@@ -136,8 +133,7 @@ def _sums_of_runs(values: Array, first: Array, lengths: Array, seed: Any) -> Arr
     places = np.arange(len(values)) - np.repeat(first, lengths)  # runs follow one another without gaps
     standing = scrambled(scrambled(values.astype(np.uint64) ^ seed) + places.astype(np.uint64))
     totals = np.concatenate([np.zeros(1, np.uint64), np.cumsum(standing, dtype=np.uint64)])
-    found: Array = totals[first + lengths] - totals[first]
-    return found
+    return totals[first + lengths] - totals[first]
 
 
 def index_size(chunks: int, box_numbers: int, blocks: int, frames: int) -> int:
@@ -188,5 +184,4 @@ def decode_index(data: bytes | bytearray | memoryview, source: str) -> IndexRows
 def _runs(values: Array, first: Array, lengths: Array) -> Array:
     """The runs of `values` that begin at `first`, one after the other."""
     shift = np.repeat(first - (np.cumsum(lengths) - lengths), lengths)
-    found: Array = values[shift + np.arange(len(shift))]
-    return found
+    return values[shift + np.arange(len(shift))]

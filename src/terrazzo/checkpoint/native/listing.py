@@ -19,6 +19,7 @@ from terrazzo.checkpoint.native.chunks import Chunks, Overlap, complete_parts
 from terrazzo.checkpoint.native.commit import committed_manifest
 from terrazzo.checkpoint.native.finding import PartIndexes, reading, room_for
 from terrazzo.checkpoint.native.format import STORED, checksum, decode_frame, itemsize_of
+from terrazzo.checkpoint.native.index import Array
 from terrazzo.checkpoint.native.root import TENSOR, TYPED, Root
 from terrazzo.checkpoint.native.spans import StoredChunk, spans
 from terrazzo.checkpoint.stores.base import Store
@@ -119,7 +120,6 @@ def _described(dtype: str, shape: tuple[int, ...], chunks: Chunks) -> Listed:
     return Listed(dtype, shape, prod(shape) * itemsize_of(dtype), len(chunks))
 
 
-Array = np.ndarray[Any, Any]
 _WINDOW: Final = 1 << 20  # bytes that are read at once of rows that lie close together
 
 
@@ -192,5 +192,4 @@ def numbers_of(dtype: str, data: bytes) -> list[Any]:
         values = (values.astype("<u4") << 16).view("<f4" if dtype == "bfloat16" else "<c8")
     if values.dtype.kind == "c":
         return [str(value) for value in values.astype(np.complex128).tolist()]
-    found: list[Any] = values.astype(np.float64).tolist()
-    return found
+    return values.astype(np.float64).tolist()

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
 
-from terrazzo.checkpoint.native.index import name_hash
+from terrazzo.checkpoint.native.index import Array, name_hash
 from terrazzo.checkpoint.native.parts import WrittenPart, entries_of, u4_of, unpacked
 from terrazzo.checkpoint.native.root import ObjectEntry, Path, RootHead, RootTensor, TensorEntry, encode_root
 from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import Box
 
-Array = np.ndarray[Any, Any]
 _NOBODY: Final = 0xFFFFFFFF
 Layout: TypeAlias = tuple[int, ...] | bytes  # the steps of a grid, or all boxes
 
@@ -160,8 +159,7 @@ class _AllTensors:
         whole = list(self._whole)  # if ranks wrote parts of one as well, this tensor alone is wrong
         group[whole] = groups + np.arange(len(whole))
         _, firsts, which = np.unique(group, return_index=True, return_inverse=True)
-        found: Array = firsts[which.reshape(-1)]
-        return found
+        return firsts[which.reshape(-1)]
 
     def check_hashes(self) -> None:
         """Raise if two names have the same hash, because indexes find tensors by the hash of the name."""

@@ -117,7 +117,7 @@ class ObjectBytes(io.BytesIO):
     def _fill(self) -> None:
         if not self._filled:
             self._filled = True
-            _of_torch().save_value(self.value, self)
+            _of_torch().torch.save(self.value, self)
             super().seek(0)
 
 
@@ -195,7 +195,8 @@ def _pack(value: Any, allow_pickle: bool, path: tuple[Any, ...], entered: Contai
     if kind is dict:
         if all(type(key) is str for key in value):
             return {key: _pack(item, allow_pickle, (*path, key), entered) for key, item in value.items()}
-        return _record(PAIRS, _pairs(value, allow_pickle, path, entered))
+        flat = [_pack(part, allow_pickle, (*path, pair[0]), entered) for pair in value.items() for part in pair]
+        return _record(PAIRS, flat)
     pack = _PACK.get(kind)
     if pack is not None:
         return pack(value, lambda item: _pack(item, allow_pickle, (*path, "()"), entered))
@@ -230,10 +231,6 @@ def _is_plain(dtype: np.dtype[Any]) -> bool:
         return not dtype.hasobject and np.dtype(dtype.str) == dtype
     except TypeError:
         return False
-
-
-def _pairs(value: dict[Any, Any], allow_pickle: bool, path: tuple[Any, ...], entered: Containers) -> list[Any]:
-    return [_pack(part, allow_pickle, (*path, pair[0]), entered) for pair in value.items() for part in pair]
 
 
 def _array_from_parts(parts: list[Any]) -> np.ndarray[Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, overload
+from typing import overload
 
 import msgspec
 import numpy as np
@@ -12,10 +12,9 @@ import zstandard
 
 from terrazzo.checkpoint.metadata import MetadataIndex
 from terrazzo.checkpoint.native.format import itemsize_of
+from terrazzo.checkpoint.native.index import Array
 from terrazzo.checkpoint.native.root import ObjectEntry, PartEntry, TensorEntry
 from terrazzo.checkpoint.storage import WriteResult
-
-Array = np.ndarray[Any, Any]
 
 
 class WrittenPart(msgspec.Struct, array_like=True, frozen=True):
@@ -76,8 +75,7 @@ def unpacked(data: bytes) -> bytes:
 
 
 def u4_of(data: bytes) -> Array:
-    found: Array = np.frombuffer(unpacked(data), "<u4")
-    return found
+    return np.frombuffer(unpacked(data), "<u4")
 
 
 def entries_of(data: bytes) -> list[TensorEntry]:

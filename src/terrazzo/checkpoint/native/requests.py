@@ -495,8 +495,7 @@ def _as_this_thread() -> Callable[..., None]:
 def _ends_of_blocks(run: _FileRun, chunk: StoredChunk) -> Iterable[int]:
     """Where the blocks of a run end in its memory."""
     if run.frames is not None:
-        ends: list[int] = np.cumsum(run.frames).tolist()
-        return ends
+        return np.cumsum(run.frames).tolist()
     return chain(range(chunk.block, run.nbytes, chunk.block), (run.nbytes,))
 
 

@@ -153,7 +153,11 @@ class Root:
         names = {tensor.shape: tensor.name for tensor in head.tensors}  # many tensors have the same shape
         for shape, name in names.items():
             check_shape(name, shape, self.source)
-        check_objects(head.objects, self.source)
+        for entry in head.objects:
+            if entry.kind not in (TYPED, RAW):
+                raise CheckpointCorruptError(
+                    f"{self.source}: {entry.name!r} is of the kind {entry.kind}, and no tensor"
+                )
         check_paths(head.paths, len(head.tensors) + len(head.objects), self.source)
         indexes = [part.index_file for part in head.parts if part.index_file]
         if len(set(indexes)) < len(indexes):
@@ -161,7 +165,10 @@ class Root:
         for part in head.parts:
             check_sizes(part.files, self.source, part.index_size)
             for name in _sizes(part):
-                check_file_name(name, self.source)
+                if "/" in name or not is_plain_name(name):
+                    raise CheckpointCorruptError(
+                        f"{self.source}: the manifest names a file {name!r}, which is not in its folder"
+                    )
 
     def files_of(self, name: str) -> list[str]:
         """The data file of each chunk of a tensor; if the rank wrote several files, the index in which to look."""
@@ -267,13 +274,6 @@ def check_shape(name: str, shape: tuple[int, ...], source: str) -> None:
         raise CheckpointCorruptError(f"{source}: {name!r} cannot have the shape {shape}")
 
 
-def check_objects(objects: Sequence[ObjectEntry], source: str) -> None:
-    """Raise for an object that is said to be a tensor."""
-    for entry in objects:
-        if entry.kind not in (TYPED, RAW):
-            raise CheckpointCorruptError(f"{source}: {entry.name!r} is of the kind {entry.kind}, and not a tensor")
-
-
 def check_sizes(files: Sequence[FileEntry], source: str, *others: int) -> None:
     """Raise for files, and others, of sizes that cannot be."""
     wrong = any(not 0 <= file.header_size <= file.size < _LARGEST for file in files)
@@ -306,9 +306,3 @@ def _decoded(data: memoryview, kind: Any, source: str) -> Any:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is none
         raise CheckpointCorruptError(f"{source}: the manifest's head cannot be decoded: {error}") from error
-
-
-def check_file_name(name: str, source: str) -> None:
-    """Raise for a name that leads out of the checkpoint's folder."""
-    if "/" in name or not is_plain_name(name):
-        raise CheckpointCorruptError(f"{source}: the manifest names a file {name!r}, which is not in its folder")

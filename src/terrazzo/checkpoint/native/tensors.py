@@ -7,7 +7,6 @@ as Python's numbers; and PyTorch's own types in values that are not tensors (`ob
 from __future__ import annotations
 
 import ctypes
-import io
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
@@ -246,8 +245,7 @@ def listed(tensor: torch.Tensor) -> list[Any]:
     values = tensor.reshape(-1)
     if values.is_complex():
         return [str(value) for value in values.to(torch.complex128).tolist()]
-    found: list[Any] = values.double().tolist()
-    return found
+    return values.double().tolist()
 
 
 def from_bytes(dtype: str, data: bytes) -> list[Any]:
@@ -319,8 +317,3 @@ UNPACK: dict[int, Callable[[Any], Any]] = {
     SIZE: torch.Size,
     TENSOR: _tensor_from_parts,
 }
-
-
-def save_value(value: Any, file: io.BytesIO) -> None:
-    """Write a value as PyTorch does."""
-    torch.save(value, file)

@@ -7,19 +7,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from terrazzo.checkpoint.native.commit import committed_manifest
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
-from terrazzo.checkpoint.native.index import RAW, IndexRows
+from terrazzo.checkpoint.native.index import RAW, Array, IndexRows
 from terrazzo.checkpoint.native.root import FileEntry, Root
 from terrazzo.checkpoint.stores.base import Store, write_pieces
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +109,7 @@ def _joined(stored: Sequence[Array]) -> Array:
     """All blocks of a file, by offset. Tensors that share one chunk have its blocks once."""
     blocks = np.concatenate([np.empty((4, 0), np.int64), *stored], axis=1)
     blocks = blocks[:, np.lexsort(blocks[:0:-1])]
-    found: Array = blocks[:, np.append(True, (blocks[1:, 1:] != blocks[1:, :-1]).any(axis=0))[: blocks.shape[1]]]
-    return found
+    return blocks[:, np.append(True, (blocks[1:, 1:] != blocks[1:, :-1]).any(axis=0))[: blocks.shape[1]]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,10 @@ class DefaultLoadPlanner(LoadPlanner):
                 sharded = is_sharded(value)
                 if not (sharded or isinstance(value, torch.Tensor)):
                     if is_tensor_entry(entry):
-                        mismatched.append(f"{name}: {_no_tensor(entry, value)}")
+                        mismatched.append(
+                            f"{name}: the checkpoint holds a tensor of shape {list(entry.size)}, the state dict a "
+                            f"{type(value).__name__}; put a tensor of this shape there"
+                        )
                     else:
                         values.append((name, source))
                 elif type(entry) is not TensorStorageMetadata and not is_tensor_entry(entry):  # PyTorch's class
@@ -327,10 +330,3 @@ def _chunks_of(name: str, value: Any, viewer: ShardViews, sharded: bool) -> Sequ
         return (plain_chunk(name, value),)
     only = viewer.only_chunk(name, value)
     return viewer.view(name, value).chunks if only is None else ((only[1], only[2]),)
-
-
-def _no_tensor(entry: TensorStorageMetadata, value: object) -> str:
-    return (
-        f"the checkpoint holds a tensor of shape {list(entry.size)}, the state dict a {type(value).__name__}; "
-        f"put a tensor of this shape there"
-    )

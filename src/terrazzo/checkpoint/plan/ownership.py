@@ -162,7 +162,12 @@ class Agreement:
             divergent = [c for c, bad in zip(claims, found.divergent, strict=True) if bad]
             refused = [claim.name for claim in divergent if not claim.lenient]
             if refused:
-                raise _divergence(refused)
+                raise DivergentValueError(
+                    f"ranks hold different values of {_listed(refused)}. A checkpoint has one value per name: wrap "
+                    f"values that are each rank's own in terrazzo.checkpoint.PerRank (or name them in "
+                    f"DefaultSavePlanner(per_rank=...)), or name those of which the lowest rank's is right in "
+                    f"DefaultSavePlanner(lowest_rank_wins=...)"
+                )
             _tell([claim.name for claim in divergent])
             holders = {c.identity: found.sets[number] for c, number in zip(claims, found.numbers, strict=True)}
             holders |= {claim.identity: holders[claim.identity][:1] for claim in divergent}
@@ -254,14 +259,6 @@ def _tell(names: Sequence[str]) -> None:
         f"DefaultSavePlanner(lowest_rank_wins=...) if this is what you want, and nothing will be said",
         DivergentValueWarning,
         stacklevel=2,
-    )
-
-
-def _divergence(names: list[str]) -> DivergentValueError:
-    return DivergentValueError(
-        f"ranks hold different values of {_listed(names)}. A checkpoint has one value per name: wrap values that are "
-        f"each rank's own in terrazzo.checkpoint.PerRank (or name them in DefaultSavePlanner(per_rank=...)), or name "
-        f"those of which the lowest rank's is right in DefaultSavePlanner(lowest_rank_wins=...)"
     )
 
 

@@ -69,8 +69,7 @@ def is_sharded(value: Any) -> bool:
 def global_size(value: Any) -> torch.Size:
     """The shape of a distributed tensor, of all ranks' parts together."""
     kind: Any = type(value)
-    size: torch.Size = value.size() if _is_sharded_type(kind) else torch.Size(value.global_shape)
-    return size
+    return value.size() if _is_sharded_type(kind) else torch.Size(value.global_shape)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -95,7 +94,9 @@ class ShardViews:
             return ShardView(size, value.dtype, ((box, local),), holders)
         kind = type(value)
         if _is_sharded_tensor(kind):
-            return self._view_shards(name, value, _local_shards(value), None)
+            shards = [(each.metadata, each.tensor) for each in value.local_shards()]
+            boxes = [(Box(tuple(at.shard_offsets), tuple(at.shard_sizes)), tensor) for at, tensor in shards]
+            return self._view_shards(name, value, boxes, None)
         if not hasattr(kind, "__create_chunk_list__"):
             return _of_local_parts(name, value)
         own = getattr(value, "own_chunks", None)
@@ -276,14 +277,6 @@ def _is_sharded_tensor(kind: type) -> bool:
     """Whether this is `ShardedTensor`, without importing its module: before an import there are no instances."""
     module = sys.modules.get(_MODULE)
     return module is not None and issubclass(kind, module.ShardedTensor)
-
-
-def _local_shards(value: Any) -> list[tuple[Box, Any]]:
-    """This rank's shards: their boxes and data."""
-    return [
-        (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor)
-        for shard in value.local_shards()
-    ]
 
 
 class OfChunks:

@@ -31,11 +31,7 @@ from terrazzo.errors import CheckpointError, PublishError
 
 # What saves import when they come to it. It is imported before their thread starts: a process that is forked while a
 # thread imports a module can never import that module, because no thread holds the lock of the import.
-_NEEDED: Final = (
-    "numpy.ma",
-    "terrazzo.checkpoint.formats.torch_storage",
-    "torch.utils.serialization.config",
-)
+_NEEDED: Final = ("numpy.ma", "torch.utils.serialization.config")
 
 
 class SaveFuture(Future[Metadata]):

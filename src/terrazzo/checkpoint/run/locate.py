@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from terrazzo._meant import refused
 from terrazzo.checkpoint.filesystem import FileSystemWriter
+from terrazzo.checkpoint.formats.torch_storage import usable_reader, usable_writer
 from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter
 from terrazzo.checkpoint.stores import Place, Store
@@ -36,7 +37,7 @@ def find_writer(
                 f"pass a URL, store or storage_writer"
             )
         writer = FileSystemWriter(checkpoint_id)
-    writer = _torch_storage().ours_or_wrapped_writer(writer)
+    writer = usable_writer(writer)
     writer.reset(checkpoint_id)
     return writer
 
@@ -82,17 +83,6 @@ def opening(checkpoint_id: Any) -> Iterator[None]:
             raise
         where = checkpoint_id.location if isinstance(checkpoint_id, Store) else str(checkpoint_id)
         raise CheckpointIOError(f"the checkpoint at {where} cannot be read: {error}{refused(error)}") from error
-
-
-def usable_reader(reader: Any) -> Any:
-    """The reader, adapted if it is built on PyTorch's classes."""
-    return _torch_storage().ours_or_wrapped_reader(reader)
-
-
-def _torch_storage() -> Any:
-    from terrazzo.checkpoint.formats import torch_storage
-
-    return torch_storage
 
 
 Parameters = ParamSpec("Parameters")

@@ -157,7 +157,8 @@ def _serve(
     if meeting is not None:
         try:
             if meeting.loopback:
-                os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
+                interfaces = (name for _, name in socket.if_nameindex() if name.startswith("lo"))
+                os.environ["GLOO_SOCKET_IFNAME"] = next(interfaces, "lo")
             store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ranks), timeout=limit)
         except Exception as error:
@@ -174,10 +175,6 @@ def _serve(
             break  # the next save starts a new process
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _loopback_interface() -> str:
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def _outcome(order: _Order, buffer: torch.Tensor | None, ranks: tuple[int, ...], failed: BaseException | None) -> bytes:
@@ -200,8 +197,7 @@ def _outcome(order: _Order, buffer: torch.Tensor | None, ranks: tuple[int, ...],
 
 def _plane_of(ranks: tuple[int, ...], limit: timedelta | None) -> ControlPlane:
     """The control plane of the processes. They have the ranks of their training processes."""
-    plane = ControlPlane.for_group(timeout=limit).renewed()
-    return plane.speaking_of(ranks)
+    return ControlPlane.for_group(timeout=limit).renewed().speaking_of(ranks)
 
 
 def _unpack(parcel: Parcel, buffer: torch.Tensor | None) -> STATE_DICT_TYPE:

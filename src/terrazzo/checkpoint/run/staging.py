@@ -103,8 +103,7 @@ class Staging:
         if self.future is not None:
             return self.future.result()
         self.wait()
-        staged: STATE_DICT_TYPE = self._staged
-        return staged
+        return self._staged
 
     def in_use_until(self, saved: Future[Any]) -> None:
         """Keep the stager from using its memory again until the save is done."""
@@ -344,8 +343,7 @@ def put_together(skeleton: Skeleton, tensors: Sequence[torch.Tensor]) -> STATE_D
     skeleton.memory[:] = tensors
     if not skeleton.has_slots:
         return skeleton.values
-    whole: STATE_DICT_TYPE = _walk((), skeleton.values, leaf, Containers(skeleton.values))
-    return whole
+    return _walk((), skeleton.values, leaf, Containers(skeleton.values))
 
 
 _LEAVES: Final = (torch.Tensor, TensorSlot, StagedTensor)  # most values are, so these are asked for first

@@ -98,8 +98,7 @@ def finished(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]
         keep = not options.cpu_offload or alone or dist.get_rank() == 0
         return gathered(state, to_cpu=options.cpu_offload, keep=keep)
     if options.cpu_offload:
-        moved: dict[str, Any] = map_paths(state, lambda _, value: on_cpu(value))
-        return moved
+        return map_paths(state, lambda _, value: on_cpu(value))
     return state
 
 

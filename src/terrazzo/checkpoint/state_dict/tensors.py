@@ -128,8 +128,7 @@ def broadcast_state(
     rank, because other ranks would wait for a rank that left in the middle.
     """
     if not dist.is_available() or not dist.is_initialized():
-        alone: dict[str, Any] = map_paths(given(), lambda path, v: receive(path, v) if _is_tensor(v) else v)
-        return alone
+        return map_paths(given(), lambda path, v: receive(path, v) if _is_tensor(v) else v)
     source = dist.get_rank() == 0
     device = wire_device()
     state: dict[str, Any] = {}

@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,7 +67,7 @@ class LocalStore(Store):
         self._durable = durable
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _local_store, (self._path, self._durable)  # modules cannot be pickled
+        return partial(LocalStore, durable=self._durable), (self._path,)  # modules cannot be pickled
 
     @property
     def location(self) -> str:
@@ -289,8 +290,7 @@ class LocalStore(Store):
 
     def _stat(self, key: str) -> os.stat_result:
         try:
-            found: os.stat_result = self._os.stat(self._path / key)
-            return found
+            return self._os.stat(self._path / key)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
@@ -371,8 +371,7 @@ class LocalStore(Store):
         refused: OSError | None = None
         for flags in (os.O_RDWR | create, os.O_RDONLY):
             try:
-                fd: int = self._os.open(path, flags | os.O_CLOEXEC, 0o644)
-                return fd
+                return self._os.open(path, flags | os.O_CLOEXEC, 0o644)
             except FileNotFoundError:
                 if refused is None:
                     raise
@@ -393,10 +392,6 @@ class LocalStore(Store):
                 raise
         finally:
             self._os.close(fd)
-
-
-def _local_store(path: Path, durable: bool) -> LocalStore:
-    return LocalStore(path, durable=durable)
 
 
 def _is_folder(path: Path) -> bool:

@@ -9,7 +9,6 @@ import stat
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from terrazzo.errors import CheckpointFormatError
 _MAX_BUFFERS: Final = 1024  # IOV_MAX on Linux
 _MAX_BYTES: Final = 1 << 30  # the kernel moves at most 2 GiB a call
 _WRITE_BEHIND: Final = 8 << 20
+_sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
 _STEP: Final = 256 << 10  # bytes that are read at once if the caller uses them then: half of a small second-level cache
 
 
@@ -181,12 +181,6 @@ def _without_first(buffers: Sequence[memoryview], nbytes: int) -> list[memoryvie
 
 def _start_writing_back(fd: int) -> None:
     """Ask the kernel to start writing the file to the disk, so that the fsync at the end takes less time."""
-    function = _sync_file_range()
-    if function is not None:
+    if _sync_file_range is not None:
         # 2: SYNC_FILE_RANGE_WRITE, for the whole file. It is a hint; failure is harmless.
-        function(fd, ctypes.c_int64(0), ctypes.c_int64(0), 2)
-
-
-@cache
-def _sync_file_range() -> Any:
-    return getattr(ctypes.CDLL(None), "sync_file_range", None)
+        _sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), 2)

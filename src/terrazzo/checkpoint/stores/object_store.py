@@ -85,7 +85,7 @@ class ObjectStore(Store):
             raise CheckpointValueError(f"{url!r} with these settings is no object store: {_short(error)}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuilt, (self._url, self.lease_seconds, self._settings)
+        return partial(ObjectStore, lease_seconds=self.lease_seconds, **self._settings), (self._url,)
 
     @property
     def location(self) -> str:
@@ -123,15 +123,12 @@ class ObjectStore(Store):
 
     def read(self, requests: Iterable[Request]) -> Iterator[Request]:
         for request in requests:
-            self._fetch(request)
+            if request.size:
+                self._tried(request.key, partial(self._fill, request))
             yield request
 
-    def _fetch(self, request: Request) -> None:
-        """Carry out one request; bytes are copied to their destination as they arrive."""
-        if request.size:
-            self._tried(request.key, partial(self._fill, request))
-
     def _fill(self, request: Request) -> None:
+        """Carry out one request; bytes are copied to their destination as they arrive."""
         options = {"range": (request.start, request.start + request.size)}
         answer = iter(self._bucket.get(self._path(request.key), options=options).stream(min_chunk_size=_CHUNK))
         arrived, position = memoryview(b""), request.start
@@ -309,10 +306,6 @@ def _copy(target: memoryview, source: memoryview) -> None:
         target[:] = source
     else:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
-def _rebuilt(url: str, lease_seconds: float, settings: dict[str, Any]) -> ObjectStore:
-    return ObjectStore(url, lease_seconds=lease_seconds, **settings)
 
 
 def _client(url: str, settings: dict[str, Any]) -> Any:

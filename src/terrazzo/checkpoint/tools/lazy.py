@@ -17,13 +17,14 @@ import torch
 
 from terrazzo._meant import counted, meant
 from terrazzo.checkpoint.formats.torch_archive import value_of
+from terrazzo.checkpoint.formats.torch_storage import usable_reader
 from terrazzo.checkpoint.listing import Listed, Listing, corner, in_order
 from terrazzo.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 from terrazzo.checkpoint.native.contents import StoredPlaces
 from terrazzo.checkpoint.native.listing import about_save
 from terrazzo.checkpoint.native.tensors import empty, listed
 from terrazzo.checkpoint.plan.flatten import set_element
-from terrazzo.checkpoint.run.locate import opening, reader_for, usable_reader
+from terrazzo.checkpoint.run.locate import opening, reader_for
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.checkpoint.torch_api.storages import Boxes
@@ -118,8 +119,7 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def bytes_read(self) -> int:
         """How many bytes have been read from storage so far (of readers that count)."""
-        count: int = getattr(self._reader, "bytes_read", 0)
-        return count
+        return getattr(self._reader, "bytes_read", 0)
 
     def state_dict(self, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
         """The whole state dict, or only these names, loaded and nested as it was saved."""
@@ -212,8 +212,7 @@ class LazyTensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         parts = _expanded(index, len(self.shape))
         if parts is None:  # an index of tensors, or with new dims: select from all of it
-            whole: torch.Tensor = self.read(Box.whole(self.shape))[index]
-            return whole
+            return self.read(Box.whole(self.shape))[index]
         offsets, lengths = [], []
         rest: list[int | slice] = []
         for part, size in zip(parts, self.shape, strict=True):
@@ -308,5 +307,4 @@ class ReaderListing(Listing):
         return self._checkpoint.digests()
 
     def _tensor(self, name: str) -> LazyTensor:
-        tensor: LazyTensor = self._checkpoint[name]
-        return tensor
+        return self._checkpoint[name]

@@ -143,8 +143,7 @@ class Boxes:
     def value(self, name: str) -> io.BytesIO:
         """A value that is not a tensor: an `ObjectBytes`, or bytes that a custom planner encoded."""
         (found,) = self._reader.values([name], self._allow_pickle)
-        value: io.BytesIO = found
-        return value
+        return found
 
 
 class _ByItems:
@@ -218,8 +217,7 @@ class SaveSide:
 
     def decode_results(self, data: bytes) -> Sequence[WriteResult]:
         """Decode the results of `encode_results`."""
-        found: list[WriteResult] = messages.decode(data, list)
-        return found
+        return messages.decode(data, list)
 
     def committed(self, metadata: Metadata) -> bytes:
         """After `finish`, on the coordinator: the data from which the other ranks make the metadata."""

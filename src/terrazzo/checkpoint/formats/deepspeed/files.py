@@ -367,8 +367,7 @@ def checked_shapes(named: Any, key: str, file: OpenFile) -> Shapes:
     sound = isinstance(named, dict) and all(isinstance(name, str) for name in named)
     if not sound or not all(map(is_shape, named.values())):
         raise CheckpointFormatError(f"{file.where}: {key} has something else than names with shapes")
-    shapes: Shapes = named
-    return shapes
+    return named
 
 
 def is_shape(value: Any) -> bool:

@@ -186,7 +186,7 @@ def read_universal(folder: Place) -> Contents:
     for number, named in enumerate(shapes):
         options = entry(groups, group_of(groups, number, optimizer.where), dict, optimizer.where)
         for name, shape in named.items():
-            _add_weight(contents, folder, name, shape)
+            contents.add(("module", name), alone_in_file(folder / FOLDER / name, _WEIGHT + _END, shape))
             steps = _steps(folder / FOLDER / name, optimizer, number, options)
             for key, value in (*_moments(folder, name, shape), *steps):
                 contents.add(("optimizer", "state", name, key), value)
@@ -236,10 +236,6 @@ def _refuse_cut(by_model_rank: Sequence[Sequence[OpenFile]], known: set[str]) ->
             f"{first.where}: the model was tensor-parallel, and {min(others)} was not trained: the universal "
             "checkpoint does not say along which dim it is sharded"
         )
-
-
-def _add_weight(contents: Contents, folder: Place, name: str, shape: Sequence[int] | None) -> None:
-    contents.add(("module", name), alone_in_file(folder / FOLDER / name, _WEIGHT + _END, shape))
 
 
 def _moments(folder: Place, name: str, shape: Sequence[int] | None) -> Iterator[tuple[str, Any]]:

@@ -331,7 +331,8 @@ class HuggingFaceWriter(RowWriter):
         with replacing.committing():
             replacing.check_unchanged()
             replacing.check_alive([] if self._is_single or isinstance(self._store, LocalStore) else finals)
-            self._put_beside()
+            for name, data in self._beside.items():
+                self._store.put(name, data)
             index = None
             if self._is_single:
                 if isinstance(self._store, LocalStore):
@@ -348,10 +349,6 @@ class HuggingFaceWriter(RowWriter):
                 index = replacing.index.put(content)
             self._committed = True  # what fails from now on leaves the new checkpoint there
             replacing.remove_replaced(finals, index)
-
-    def _put_beside(self) -> None:
-        for name, data in self._beside.items():
-            self._store.put(name, data)
 
     def _show_life(self) -> None:
         if self._replacing is not None:
