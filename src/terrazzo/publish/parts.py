@@ -90,7 +90,8 @@ def parts_of(model: nn.Module | Mapping[str, torch.Tensor], rename: RenameLike |
     tensors, known_as = _named(model)
     shapes = {name: tuple(tensors[first].size()) for first in tensors for name in (first, *known_as[first])}
     by_model: dict[str, list[LinkLike]] = {name: [] for name in shapes}
-    for link in _Same().links(shapes) if rename is None else rename.links(shapes):
+    same = (_Whole(name, Box.whole(shape)) for name, shape in shapes.items())
+    for link in same if rename is None else rename.links(shapes):
         by_model[link.model].append(link)
     viewer = ShardViews()
     infos: dict[str, TensorInfo] = {}
@@ -186,13 +187,6 @@ class _Whole:
 
     def in_file(self, box: Box) -> Box:
         return box
-
-
-class _Same:
-    """The `rename` that keeps all names."""
-
-    def links(self, shapes: Mapping[str, tuple[int, ...]]) -> list[_Whole]:
-        return [_Whole(name, Box.whole(shape)) for name, shape in shapes.items()]
 
 
 # ------------------------------------------------------------------ which rank publishes what

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -164,7 +163,11 @@ class Publisher(ShownAsCall):
             return msgspec.msgpack.encode((number, msgspec.msgpack.encode(mine)))
 
         def announce(parts: list[bytes]) -> bytes:
-            _refuse_differences(parts)
+            said = [msgspec.msgpack.decode(part, type=tuple[int, bytes]) for part in parts]
+            numbers = [number for number, _ in said]
+            if len(set(numbers)) > 1:
+                raise DivergentValueError(f"ranks publish different versions, in order of the ranks: {numbers}")
+            refuse_differences([digests for _, digests in said])
             self._sender.announce(number)
             return b""
 
@@ -220,18 +223,8 @@ class Publisher(ShownAsCall):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
             self.close()
         else:  # other ranks may not have failed, and would not wait with this one
             self._end()
-
-
-def _refuse_differences(parts: list[bytes]) -> None:
-    said = [msgspec.msgpack.decode(part, type=tuple[int, bytes]) for part in parts]
-    numbers = [number for number, _ in said]
-    if len(set(numbers)) > 1:
-        raise DivergentValueError(f"ranks publish different versions, in order of the ranks: {numbers}")
-    refuse_differences([digests for _, digests in said])

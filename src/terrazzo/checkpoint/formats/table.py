@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -18,7 +18,6 @@ from terrazzo.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from terrazzo.checkpoint.native.chunks import Overlap
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.rows import Target
@@ -136,11 +135,17 @@ class TableReader(BoxReader):
     def fill(self, targets: Sequence[Target]) -> None:
         self.read_metadata()
         self._used = True
-        rows = _Rows(self.rows_of)
         parts = [(target, part) for target in targets for part in target.parts]
-        read = read_rows(
-            [rows.asked(target.source, part) for target, part in parts], [target.part(part) for target, part in parts]
-        )
+        rows = {name: self.rows_of(name) for name in dict.fromkeys(target.source for target, _ in parts)}
+        tables = [(name, found) for name, found in rows.items() if not isinstance(found, torch.Tensor)]
+        by_offsets = {(name, row.box.offsets): row for name, found in tables for row in found if not row.box.is_empty}
+        asked = []
+        for target, part in parts:  # of the row that has the chunk, if there is one
+            box = Box(part.in_chunk, part.lengths).shifted(part.chunk.offsets)
+            row = by_offsets.get((target.source, part.chunk.offsets))
+            own = [row] if row is not None and row.box.contains(box) else rows[target.source]
+            asked.append(Asked(target.source, box, own))
+        read = read_rows(asked, [target.part(part) for target, part in parts])
         self.bytes_read += read.nbytes
         self._check_unchanged(read)
 
@@ -173,26 +178,6 @@ class TableReader(BoxReader):
                         f"{store.location}/{name} has been replaced while it was read, so what has been loaded may "
                         f"be of two checkpoints. Load again while no job saves there"
                     )
-
-
-class _Rows:
-    """Rows by their positions."""
-
-    def __init__(self, rows_of: Callable[[str], Sequence[StoredBox] | torch.Tensor]) -> None:
-        self._rows_of = rows_of
-        self._known: dict[str, Sequence[StoredBox] | torch.Tensor] = {}
-        self._by_offsets: dict[tuple[str, tuple[int, ...]], StoredBox] = {}
-
-    def asked(self, name: str, part: Overlap) -> Asked:
-        """The request for a part of a chunk, to the row that has the chunk, if there is one."""
-        rows = self._known.get(name)
-        if rows is None:
-            rows = self._known[name] = self._rows_of(name)
-            if not isinstance(rows, torch.Tensor):
-                self._by_offsets |= {(name, row.box.offsets): row for row in rows if not row.box.is_empty}
-        box = Box(part.in_chunk, part.lengths).shifted(part.chunk.offsets)
-        own = self._by_offsets.get((name, part.chunk.offsets))
-        return Asked(name, box, [own] if own is not None and own.box.contains(box) else rows)
 
 
 def _files(store: Store, names: Iterable[str] | None) -> dict[str, Entry]:

@@ -61,10 +61,6 @@ class ChunkTable(Chunks):
         offsets, lengths = self._boxes[number].tolist()
         return Box(tuple(offsets), tuple(lengths))
 
-    def boxes(self) -> Iterator[Box]:
-        for offsets, lengths in self._boxes.tolist():
-            yield Box(tuple(offsets), tuple(lengths))
-
     def __repr__(self) -> str:
         return f"ChunkTable({list(self.boxes())})"
 

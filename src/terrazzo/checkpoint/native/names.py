@@ -25,7 +25,6 @@ from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, Check
 LATEST: Final = ("latest", "latest_universal")
 _LONGEST_TAG: Final = 4096
 _STEP: Final = re.compile(r"global_step(0|[1-9][0-9]{0,17})")
-_USUAL: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,250}")  # matches most names, without the slower checks
 
 
 def is_plain_name(name: str) -> bool:
@@ -34,8 +33,6 @@ def is_plain_name(name: str) -> bool:
     >>> is_plain_name("shards/0.bin"), is_plain_name("../secret"), is_plain_name("/etc/passwd"), is_plain_name("a\\0")
     (True, False, False, False)
     """
-    if _USUAL.fullmatch(name):
-        return True
     parts = name.split("/")
     try:
         short = all(len(os.fsencode(part)) < 256 for part in parts)

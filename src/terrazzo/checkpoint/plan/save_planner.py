@@ -219,7 +219,6 @@ class DefaultSavePlanner(SavePlanner):
         self._translated = {}
         viewer = ShardViews()
         forms: dict[tuple[int, torch.dtype, bool], Form] = {}
-        form: Form | None = None
         at: dict[int, int] = {}  # by address: the first chunk that is there
         rows: list[Row] = []
         paths = {}
@@ -244,15 +243,7 @@ class DefaultSavePlanner(SavePlanner):
                     continue
                 size, chunks, holders = self._seen(stored, value, viewer, own, sharded)
                 for box, data in chunks:
-                    dtype, requires_grad = data.dtype, data.requires_grad
-                    if (
-                        form is None  # most tensors have the form of the one before them
-                        or form.box is not box
-                        or form.dtype is not dtype
-                        or form.requires_grad is not requires_grad
-                        or form.shape != size
-                    ):
-                        form = _form(forms, size, box, dtype, requires_grad)
+                    form = _form(forms, size, box, data.dtype, data.requires_grad)
                     tied = None
                     if type(data) in OWN_MEMORY and (address := data.data_ptr()):
                         first = at.setdefault(address, len(rows))

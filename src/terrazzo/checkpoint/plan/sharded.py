@@ -139,16 +139,8 @@ class ShardViews:
                 return None
             box = boxes[size] = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
         local = value.to_local()
-        if local.shape != box.lengths or type(local) not in OWN_MEMORY:
+        if local.shape != box.lengths or type(local) not in OWN_MEMORY or not in_memory(local):
             return None  # `view` will say what is wrong
-        try:  # `in_memory`, without the cost of a call
-            needed, offset = local.nbytes, local.storage_offset()
-            if offset:
-                needed += offset * local.itemsize
-            if local.is_meta or local.untyped_storage().nbytes() < needed:
-                return None
-        except RuntimeError:  # of other layouts
-            return None
         return size, box, local.detach() if local.requires_grad else local, holders
 
     def _group(

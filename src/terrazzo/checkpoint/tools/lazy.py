@@ -96,16 +96,7 @@ class Checkpoint(Mapping[str, Any]):
         >>> Checkpoint(path).total_bytes()
         48
         """
-        entries = dict(self.metadata.state_dict_metadata.items())
-        sizes: dict[int, int] = {}  # by the id of the entry, which many names share
-        total = 0
-        for name, entry in entries.items():
-            size = sizes.get(id(entry))
-            if size is None:
-                size = sizes[id(entry)] = self.nbytes(name)
-            if names is None or name in names:
-                total += size
-        return total
+        return sum(self.nbytes(name) for name in self if names is None or name in names)
 
     def __contains__(self, name: object) -> bool:
         return name in self.metadata.state_dict_metadata
