@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -199,14 +200,12 @@ def discard(store: Store, names: Sequence[str]) -> None:
 
 def _groups(rows: list[Row], options: WriteOptions, file_bytes: int | None) -> list[list[Row]]:
     """The rows of each data file."""
-    if file_bytes is None:
-        whole = [rows] if options.single_file_per_rank else [[row] for row in rows]
-        return [each for each in whole if each]
+    limit = math.inf if file_bytes is None else file_bytes
     groups: list[list[Row]] = []
     group: list[Row] = []
     total = 0
     for row in rows:
-        if group and (total + row.form.nbytes > file_bytes or not options.single_file_per_rank):
+        if group and (total + row.form.nbytes > limit or not options.single_file_per_rank):
             groups.append(group)
             group, total = [], 0
         group.append(row)

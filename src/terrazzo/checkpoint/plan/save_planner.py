@@ -30,7 +30,7 @@ from terrazzo.checkpoint.native.names import for_torch
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.native.root import TENSOR, TYPED
 from terrazzo.checkpoint.native.rows import NO_FORM, Form, Row, form_of, object_row
-from terrazzo.checkpoint.native.tensors import same_memory
+from terrazzo.checkpoint.native.tensors import OWN_MEMORY, same_memory
 from terrazzo.checkpoint.plan.flatten import (
     PerRank,
     check_names,
@@ -40,14 +40,7 @@ from terrazzo.checkpoint.plan.flatten import (
     paths_to_store,
 )
 from terrazzo.checkpoint.plan.ownership import Agreement, Claim, digests_of_tensors
-from terrazzo.checkpoint.plan.sharded import (
-    OWN_MEMORY,
-    Holders,
-    ShardViews,
-    check_storable,
-    is_sharded,
-    local_chunks,
-)
+from terrazzo.checkpoint.plan.sharded import Holders, ShardViews, check_storable, is_sharded, local_chunks
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from terrazzo.checkpoint.torch_api.items import deduplicated, item_of, merged_metadata, rows_of
 from terrazzo.errors import CheckpointError, UnsupportedValueError

@@ -26,19 +26,6 @@ from terrazzo.checkpoint.native.tensors import OWN_MEMORY, dtype_name, fault_of,
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.layout.box import Box
 
-__all__ = [
-    "OWN_MEMORY",
-    "Holders",
-    "ShardView",
-    "ShardViews",
-    "check_storable",
-    "flatten_sharded_tensors",
-    "global_size",
-    "is_sharded",
-    "local_chunks",
-    "plain_chunk",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Holders:

@@ -78,12 +78,6 @@ class LoadSession:
         return self._reader
 
     @property
-    def _is_collective(self) -> bool:
-        """Whether the load is collective as far as is known without a look at the checkpoint."""
-        alone = _plans_alone(self.planner) and (self.given_reader is None or _plans_alone(self.given_reader))
-        return self.wanted_together or self.once_per_node or not alone
-
-    @property
     def _own(self) -> DefaultLoadPlanner | None:
         """The planner, if it is the library's or built on it."""
         return self.planner if isinstance(self.planner, DefaultLoadPlanner) else None
@@ -101,7 +95,9 @@ class LoadSession:
             event.bytes = getattr(self.reader, "bytes_read", 0)
 
     def _run(self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
-        collective = self._is_collective
+        # As far as is known without a look at the checkpoint.
+        alone = _plans_alone(self.planner) and (self.given_reader is None or _plans_alone(self.given_reader))
+        collective = self.wanted_together or self.once_per_node or not alone
         if not collective:
             with self._explained():
                 collective = not _plans_alone(self.reader)

@@ -23,9 +23,9 @@ import torch
 from terrazzo._threads import Worker
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.objects import Containers, encode
-from terrazzo.checkpoint.native.tensors import OPAQUE, as_bytes, same_memory
+from terrazzo.checkpoint.native.tensors import OPAQUE, OWN_MEMORY, as_bytes, same_memory
 from terrazzo.checkpoint.plan.flatten import PerRank, walking
-from terrazzo.checkpoint.plan.sharded import OWN_MEMORY, Holders, OfChunks, ShardViews, check_storable, is_sharded
+from terrazzo.checkpoint.plan.sharded import Holders, OfChunks, ShardViews, check_storable, is_sharded
 from terrazzo.checkpoint.run.device_copies import ThisAccelerator, copy_from_devices
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box

@@ -229,18 +229,14 @@ class LocalStore(Store):
         return data, version_of(data)
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
-        file = self._replacing(f"{key}.", key)
-        try:
+        with self._replacing(f"{key}.", key) as file:
+            file.only_if = only_if
             file.write(0, [memoryview(data)])
-            file.finish(only_if)
-        except BaseException:
-            file.abort()
-            raise
         return version_of(data)
 
     def _replacing(self, prefix: str, key: str) -> _Replacing:
         temporary, fd = self._create_locked(lambda: f"{prefix}{uuid.uuid4().hex[:12]}{TEMPORARY}")
-        return _Replacing(self, LocalUpload(self._os, fd, self._path / temporary, durable=self._durable), key)
+        return _Replacing(self, fd, temporary, key)
 
     def _create_locked(self, name: Callable[[], str]) -> tuple[str, int]:
         """A new file with a lock, which shows other processes that it is in use; its name and descriptor."""
@@ -447,42 +443,32 @@ class _LocalLease(Lease):
             os.close(self._fd)
 
 
-class _Replacing(Upload):
-    """A file under a temporary name, which is renamed when it is complete."""
+class _Replacing(LocalUpload):
+    """A file under a temporary name, which replaces `key` when it is complete, if that has the version `only_if`."""
 
-    def __init__(self, store: LocalStore, file: LocalUpload, key: str) -> None:
+    only_if: Absent | Version | None = None
+
+    def __init__(self, store: LocalStore, fd: int, temporary: str, key: str) -> None:
+        super().__init__(store._os, fd, store.path / temporary, durable=store._durable)
         self._store = store
-        self._file = file
         self._key = key
 
-    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        self._file.write(offset, buffers)
-
-    def truncate(self, size: int) -> None:
-        self._file.truncate(size)
-
-    def begin_finish(self) -> None:
-        self._file.begin_finish()
-
-    def finish(self, only_if: Absent | Version | None = None) -> None:
-        """Complete the file, and rename it if the key has this version: else `ConflictError`."""
+    def finish(self, *, synced: bool = False) -> None:
+        """Complete the file, and rename it; `ConflictError` if the key has another version."""
         try:
-            self._file.sync()
+            self.sync()
             self._store.sync()  # the new file never refers to files whose names were not durable
-            if only_if is None:
+            if self.only_if is None:
                 self._rename()
             else:
                 with self._store.locked(self._key):
-                    self._store._check_version(self._key, only_if)
+                    self._store._check_version(self._key, self.only_if)
                     self._rename()
+            super().finish(synced=True)
         except BaseException:
-            self._file.abort()
+            self.abort()
             raise
-        self._file.finish(synced=True)
         self._store.sync()
 
     def _rename(self) -> None:
-        self._store._os.replace(self._file.path, self._store.path / self._key)
-
-    def abort(self) -> None:
-        self._file.abort()
+        self._os.replace(self.path, self._store.path / self._key)

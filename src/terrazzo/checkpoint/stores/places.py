@@ -160,7 +160,10 @@ class Place:
         """Whether there is a file."""
         if isinstance(self._path, Path):
             return self._path.is_file()
-        return self._has_parent() and self.parent.store.exists(self.name)
+        try:
+            return self.parent.store.exists(self.name)
+        except CheckpointNotFoundError:  # a bucket, or a store's own folder
+            return False
 
     def is_dir(self) -> bool:
         """Whether there is a folder; at a URL, a prefix with at least one file."""
@@ -183,11 +186,6 @@ class Place:
         data = bytearray(min(size, most))
         store.read_at(self.name, 0, memoryview(data))
         return bytes(data), size
-
-    def _has_parent(self) -> bool:
-        if self._parent is not None or isinstance(self._path, Path):
-            return True
-        return self._path is not None and not self._text.rpartition("/")[0].endswith(("/", ":"))
 
 
 def _local(text: str) -> str:

@@ -264,7 +264,11 @@ def deduplicated(plans: Sequence[SavePlan], *, lowest_rank: bool) -> list[SavePl
 def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:
     """The metadata of the checkpoint that these plans write."""
     entries = merged_entries([(item.index.fqn, item.tensor_data) for item in plan.items] for plan in plans)
-    return Metadata(entries, planner_data=merged_planner_data([plan.planner_data for plan in plans]))
+    paths: dict[str, Any] = {}  # a subclass that adds other planner data must merge them itself
+    for plan in plans:
+        if isinstance(plan.planner_data, dict):
+            paths |= plan.planner_data
+    return Metadata(entries, planner_data=paths or None)
 
 
 def merged_entries(parts: Iterable[Iterable[tuple[str, TensorWriteData | None]]]) -> dict[str, STORAGE_TYPES]:
@@ -295,12 +299,3 @@ def merged_entries(parts: Iterable[Iterable[tuple[str, TensorWriteData | None]]]
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     refuse_gaps({name: (entry.size, [chunk.box for chunk in chunks[name]]) for name, entry in tensors.items()})
     return entries
-
-
-def merged_planner_data(data: Sequence[Any]) -> dict[str, Any] | None:
-    """The paths of all ranks' names. A subclass that adds other planner data must merge them itself."""
-    merged: dict[str, Any] = {}
-    for part in data:
-        if isinstance(part, dict):
-            merged.update(part)
-    return merged or None

@@ -99,10 +99,7 @@ class Files:
 
 def find_files(folder: Place) -> list[Files]:
     """The files of a tag's folder, by model rank: of a pipeline, by stage."""
-    names = _names(folder)
-    models, optims = _by_rank(folder, names, _MODEL), _by_rank(folder, names, _OPTIM)
-    if not models:
-        raise CheckpointNotFoundError(f"{folder} has no file of model states")
+    models, optims = model_files(folder), _by_rank(folder, _names(folder), _OPTIM)
     if optims and len(optims) != len(models):
         raise CheckpointNotFoundError(
             f"{folder}: there are model states of {len(models)} model ranks, and optimizer states of {len(optims)}"
