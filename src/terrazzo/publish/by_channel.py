@@ -287,7 +287,6 @@ class _Session:
         self._joined: list[str] = []
 
     def answer(self, operation: str, arguments: tuple[Any, ...], follows: Iterable[bytearray]) -> Any:
-        """Carry out what a receiver asks."""
         try:
             match operation, arguments:
                 case "join", (str(group),):
@@ -308,7 +307,6 @@ class _Session:
             raise
 
     def close(self) -> None:
-        """The connection has ended."""
         for group in self._joined:
             self._sender.leave(group)
 

@@ -164,7 +164,6 @@ class _Values:
         self._values = values
 
     def answer(self, operation: str, arguments: tuple[Any, ...], follows: Iterable[bytearray]) -> Any:
-        """Get or set the value of a key."""
         match operation, arguments:
             case "get", (str(key),):
                 return bytearray(self._values.get(key, b""))

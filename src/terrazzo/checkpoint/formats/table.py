@@ -12,12 +12,7 @@ from typing import Any, Final
 import torch
 
 from terrazzo.checkpoint.formats.stored import Asked, FilesRead, StoredBox, read_rows
-from terrazzo.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from terrazzo.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.rows import Target

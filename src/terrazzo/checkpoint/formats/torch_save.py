@@ -25,12 +25,7 @@ from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.source import Source, make_ready, new_file
 from terrazzo.checkpoint.formats.stored import StoredBox
 from terrazzo.checkpoint.formats.table import TableReader, tensor_entry
-from terrazzo.checkpoint.formats.torch_archive import (
-    STORAGE_TYPES,
-    Archive,
-    StoredTensor,
-    open_archive,
-)
+from terrazzo.checkpoint.formats.torch_archive import STORAGE_TYPES, Archive, StoredTensor, open_archive
 from terrazzo.checkpoint.formats.windows import Window, check_file, is_start_of_archive
 from terrazzo.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 from terrazzo.checkpoint.native.root import FileEntry

@@ -101,43 +101,47 @@ def _made_of(value: Any, classes: dict[type, type]) -> Any:
     return made
 
 
-class TorchStorageWriter(StorageWriter):
-    """Writes with a writer that was built for PyTorch."""
+class _Adapted:
+    """What is the same of writers and readers."""
 
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
 
     @property
     def checkpoint_id(self) -> Any:
-        """Where the checkpoint goes, if the writer says so."""
-        return getattr(self._writer, "checkpoint_id", None)
+        """Where the checkpoint is, or goes, if the storage says so."""
+        return getattr(self._theirs, "checkpoint_id", None)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._writer.reset(checkpoint_id)
+        self._theirs.reset(checkpoint_id)
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return to_ours(self._theirs.prepare_local_plan(to_theirs(plan)))
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return to_ours(list(self._theirs.prepare_global_plan(to_theirs(list(plans)))))
+
+
+class TorchStorageWriter(_Adapted, StorageWriter):
+    """Writes with a writer that was built for PyTorch."""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        self._writer.set_up_storage_writer(is_coordinator)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return to_ours(self._writer.prepare_local_plan(to_theirs(plan)))
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return to_ours(list(self._writer.prepare_global_plan(to_theirs(list(plans)))))
+        self._theirs.set_up_storage_writer(is_coordinator)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = self._writer.write_data(to_theirs(plan), _AskedPlanner(planner)).wait()
+        results = self._theirs.write_data(to_theirs(plan), _AskedPlanner(planner)).wait()
         done: Future[list[WriteResult]] = Future()
         done.set_result(to_ours(list(results)))
         return done
 
     def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
         theirs = to_theirs(metadata)
-        self._writer.finish(theirs, [to_theirs(list(part)) for part in results])
+        self._theirs.finish(theirs, [to_theirs(list(part)) for part in results])
         metadata.storage_data = to_ours(theirs.storage_data)
         metadata.storage_meta = to_ours(theirs.storage_meta)
 
     def storage_meta(self) -> StorageMeta | None:
-        return to_ours(self._writer.storage_meta())
+        return to_ours(self._theirs.storage_meta())
 
 
 def writer_of_torch(path: str | os.PathLike[str]) -> Any:
@@ -153,39 +157,22 @@ def finish_as_torch(path: str | os.PathLike[str], metadata: Metadata, results: S
     TorchStorageWriter(writer_of_torch(path)).finish(metadata, list(results))
 
 
-class TorchStorageReader(StorageReader):
+class TorchStorageReader(_Adapted, StorageReader):
     """Reads with a reader that was built for PyTorch."""
 
     plans_alone = False
-
-    def __init__(self, reader: Any) -> None:
-        self._reader = reader
-        self._metadata: Any = None
-
-    @property
-    def checkpoint_id(self) -> Any:
-        """Where the checkpoint is, if the reader says so."""
-        return getattr(self._reader, "checkpoint_id", None)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._reader.reset(checkpoint_id)
+    _metadata: Any = None
 
     def read_metadata(self) -> Metadata:
-        self._metadata = self._reader.read_metadata()
+        self._metadata = self._theirs.read_metadata()
         return to_ours(self._metadata)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         theirs = to_theirs(metadata) if self._metadata is None else self._metadata
-        self._reader.set_up_storage_reader(theirs, is_coordinator)
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return to_ours(self._reader.prepare_local_plan(to_theirs(plan)))
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return to_ours(list(self._reader.prepare_global_plan(to_theirs(list(plans)))))
+        self._theirs.set_up_storage_reader(theirs, is_coordinator)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self._reader.read_data(to_theirs(plan), _AskedPlanner(planner)).wait()
+        self._theirs.read_data(to_theirs(plan), _AskedPlanner(planner)).wait()
         done: Future[None] = Future()
         done.set_result(None)
         return done

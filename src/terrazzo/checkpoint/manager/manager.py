@@ -43,12 +43,7 @@ from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.state_dict_loader import load
 from terrazzo.checkpoint.stores import Lease, LocalStore, Place, Store
 from terrazzo.comm.control import time_limit_of
-from terrazzo.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointManagerError,
-    DivergentValueError,
-)
+from terrazzo.errors import CheckpointError, CheckpointExistsError, CheckpointManagerError, DivergentValueError
 from terrazzo.layout.drawing import Shown
 
 _PATIENCE: Final = 5.0  # seconds after which the first rank, if it is busy, sends the others a message

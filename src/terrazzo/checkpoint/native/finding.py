@@ -175,7 +175,6 @@ class PartIndexes:
         return known | {value.name: b"in the root, as %d: %b" % (value.kind, value.data) for value in objects}
 
     def _part_of(self, tensor: RootTensor, number: int) -> int:
-        """The part that has a chunk of a tensor."""
         owners = self.root.owner_tables[tensor.owners]
         if number >= len(owners):
             raise CheckpointCorruptError(f"{self.root.source}: no part has chunk {number} of {tensor.name!r}")

@@ -76,7 +76,6 @@ class _Buffer:
         self.memory = bytes_of(self._bytes)
 
     def elements(self, dtype: str) -> torch.Tensor:
-        """The memory as elements of a dtype."""
         found = self._elements.get(dtype)
         if found is None:
             found = self._elements[dtype] = self._bytes.view(dtype_from_name(dtype))

@@ -22,13 +22,7 @@ from terrazzo.checkpoint.native.requests import Requests
 from terrazzo.checkpoint.native.root import TYPED, Root
 from terrazzo.checkpoint.native.rows import Row, Target
 from terrazzo.checkpoint.native.tensors import bytes_of, empty
-from terrazzo.checkpoint.native.writer import (
-    FilesOfRank,
-    WriteOptions,
-    commit,
-    discard,
-    write_part,
-)
+from terrazzo.checkpoint.native.writer import FilesOfRank, WriteOptions, commit, discard, write_part
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.storage import WriteResult
 from terrazzo.checkpoint.stores import Store

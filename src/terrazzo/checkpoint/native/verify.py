@@ -122,7 +122,6 @@ class _File:
     progress: Callable[[int], None]
 
     def damage(self, blocks: Array) -> Iterator[Damage]:
-        """The damage of this file."""
         name = self.entry.name
         try:
             fault = self._header_fault()

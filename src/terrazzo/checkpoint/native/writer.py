@@ -199,7 +199,6 @@ def discard(store: Store, names: Sequence[str]) -> None:
 
 
 def _groups(rows: list[Row], options: WriteOptions, file_bytes: int | None) -> list[list[Row]]:
-    """The rows of each data file."""
     limit = math.inf if file_bytes is None else file_bytes
     groups: list[list[Row]] = []
     group: list[Row] = []
@@ -262,7 +261,6 @@ def _write_file(
 
 
 def _rows(files: Sequence[_WrittenFile]) -> IndexRows:
-    """The rows of these files as the columns of an index."""
     written = [each for file in files for each in file.rows]
     rows = [each.row for each in written]
     forms = [row.form for row in rows]

@@ -18,13 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from terrazzo.checkpoint.metadata import (
-    STATE_DICT_TYPE,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-)
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.names import for_torch
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode

@@ -205,7 +205,6 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shards(name: str, value: Any) -> list[tuple[Box, Any]]:
-    """The tensor's own chunks on this rank."""
     boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
     if len(boxes) == 1 and hasattr(value, "to_local"):
         return [(boxes[0], value.to_local())]

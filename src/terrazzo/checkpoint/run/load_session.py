@@ -133,7 +133,6 @@ class LoadSession:
         self.reader.set_up_storage_reader(metadata, self.team.is_coordinator)
 
     def _items(self) -> LoadPlan:
-        """This rank's plan as PyTorch's items."""
         return self.reader.prepare_local_plan(self.planner.create_local_plan())
 
     def _own_plan(self) -> ReadPlan | None:
@@ -402,7 +401,6 @@ class Node:
             part.copy_(view)
 
     def _gathered(self, table: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        """The tables of all ranks of the node."""
         count = torch.tensor([len(table)], device="cpu")
         counts = [torch.zeros_like(count) for _ in range(self._size)]
         self._gloo.allgather([counts], [count]).wait(self._timeout)

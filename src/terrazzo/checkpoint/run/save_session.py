@@ -162,7 +162,6 @@ class SaveSession:
         return write, commit
 
     def _items(self) -> SavePlan:
-        """This rank's local plan as PyTorch's items."""
         return self.writer.prepare_local_plan(self.planner.create_local_plan())
 
     def _agree_to_start(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> tuple[_Could, _Start]:
@@ -255,7 +254,6 @@ def _with_paths(results: bytes, planner_data: Any) -> bytes:
 
 
 def _all_results(parts: list[bytes], side: SaveSide) -> tuple[list[Sequence[WriteResult]], dict[str, Path] | None]:
-    """The results of all ranks, and the paths of all names."""
     results: list[Sequence[WriteResult]] = []
     seen: set[bytes] = set()
     paths: dict[str, Path] = {}

@@ -155,7 +155,6 @@ def _damage(place: Place, name: str, file: _SealedFile, block: int, progress: Ca
 def _blocks(
     store: Store, key: str, size: int, block: int, progress: Callable[[int], None]
 ) -> Iterator[tuple[int, memoryview]]:
-    """The blocks of a file, in order."""
     memory = memoryview(bytearray(min(block, size)))
     for start in range(0, size, block):
         piece = memory[: min(block, size - start)]

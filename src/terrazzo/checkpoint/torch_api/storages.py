@@ -153,13 +153,11 @@ class _ByItems:
         self._reader = reader
 
     def fill(self, targets: Sequence[Target]) -> None:
-        """Fill the targets."""
         by_index = {MetadataIndex(each.source, each.box.offsets): each for each in targets}
         items = [item for index, each in by_index.items() for item in items_of(index, each.source, each.parts)]
         self._read(items, _Planner(by_index))
 
     def values(self, names: Sequence[str], allow_pickle: bool) -> Iterator[io.BytesIO]:
-        """The values of these names."""
         for name in names:
             planner = _Planner({}, allow_pickle)
             self._read([value_item(name, name)], planner)

@@ -401,11 +401,9 @@ class _Streamed:
         self._progress = progress
 
     def flat(self, kind: str, placed: Sequence[Placed], rank: int, length: int, dtype: torch.dtype) -> UnwrittenTensor:
-        """A rank's flat tensor."""
         return UnwrittenTensor(dtype, (length,), lambda: self._flat(kind, placed, rank, length, dtype))
 
     def whole(self, name: str, dtype: torch.dtype | None) -> Any:
-        """A value of the model's state."""
         stored = f"module.{name}"
         entry = self._source.metadata.state_dict_metadata[stored]
         if not isinstance(entry, TensorStorageMetadata):

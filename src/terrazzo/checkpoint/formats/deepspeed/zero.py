@@ -114,7 +114,6 @@ class _Stage:
         return _Stage(models, _Partitions.of(models[0], optims) if optims else None)
 
     def groups(self) -> Sequence[_FlatGroup]:
-        """The groups of the partitions, if there are any."""
         return () if self.partitions is None else self.partitions.groups
 
     def tied(self) -> dict[str, FileTensor]:
@@ -290,7 +289,6 @@ def _cut_one_by_one(
 def _flat_tensors(
     key: str, number: int, optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]
 ) -> tuple[tuple[OpenFile, StoredTensor], ...]:
-    """Each rank's flat tensor of a group."""
     found = []
     for file, state in zip(optims, states, strict=True):
         flat = entry(entry(state, key, list, file.where), number, StoredTensor, file.where)
