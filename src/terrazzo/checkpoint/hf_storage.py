@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from terrazzo.checkpoint.formats.huggingface import HuggingFaceReader, HuggingFaceWriter, WeightsLayout, lay_out
-from terrazzo.checkpoint.formats.huggingface.layout import About
+from terrazzo.checkpoint.formats.huggingface.layout import About, index_name
 from terrazzo.checkpoint.run.staging import BlockingAsyncStager
 
 __all__ = ["HuggingFaceStorageReader", "HuggingFaceStorageWriter", "QuantizedHuggingFaceStorageReader"]
@@ -59,7 +59,7 @@ class HuggingFaceStorageWriter(BlockingAsyncStager, HuggingFaceWriter):
     @property
     def metadata_path(self) -> str:
         """The name of the index file."""
-        return self._index
+        return index_name(self._stem)
 
 
 class HuggingFaceStorageReader(HuggingFaceReader):

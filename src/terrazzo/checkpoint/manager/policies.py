@@ -349,9 +349,11 @@ def _check_count(policy: object, count: int) -> None:
         raise CheckpointManagerError(f"{type(policy).__name__}: the number to keep must be 1 or more, not {count}")
 
 
-def settled(policy: KeepPolicy, best: Best | None) -> KeepPolicy:
-    """The policy with `best` filled in where a `KeepBest` has no metric."""
-    parts = parts_of(policy)
+def settled(keep: KeepPolicy | int | None, best: Best | None) -> KeepPolicy | None:
+    """The policy of a manager's argument, with `best` filled in where a `KeepBest` has no metric."""
+    if keep is None:
+        return None
+    parts = parts_of(KeepLast(keep) if isinstance(keep, int) else keep)
     if best is None and any(isinstance(part, KeepBest) and part.by is None for part in parts):
         raise CheckpointManagerError("KeepBest needs a metric: pass it here, or to the manager as best=")
     return KeepAny(

@@ -13,7 +13,7 @@ from typing import Literal
 from terrazzo.checkpoint.formats.registry import nested
 from terrazzo.checkpoint.manager.committing import Teams
 from terrazzo.checkpoint.manager.hosts import HostsStore, connect
-from terrazzo.checkpoint.manager.policies import Best, KeepLast, KeepPolicy, not_copied, reasons_to_keep, settled
+from terrazzo.checkpoint.manager.policies import Best, KeepPolicy, not_copied, reasons_to_keep, settled
 from terrazzo.checkpoint.manager.records import (
     RUN,
     Catalog,
@@ -216,8 +216,8 @@ def open_tiers(
     ranks: Teams,
 ) -> Tiers:
     """The tiers for a manager's arguments. Collective if it has local folders."""
-    top = Tier(root, _settled(keep, best), best)
-    below = _settled(keep_local, best)
+    top = Tier(root, settled(keep, best), best)
+    below = settled(keep_local, best)
     if local is None:
         return Tiers(top, None, None)
     own = local if isinstance(local, LocalStore) else Place(local).store
@@ -263,11 +263,6 @@ def _claim(root: Place, own: LocalStore, ranks: Teams) -> None:
             )
 
     ranks.team(doing).together(check)
-
-
-def _settled(keep: KeepPolicy | int | None, best: Best | None) -> KeepPolicy | None:
-    policy = KeepLast(keep) if isinstance(keep, int) else keep
-    return None if policy is None else settled(policy, best)
 
 
 # ------------------------------------------------------------------ which checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import overload
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -123,11 +123,7 @@ class PartResults(Sequence[WriteResult]):
     def __len__(self) -> int:
         return len(entries_of(self.part.whole)) + len(u4_of(self.part.rows)) + len(self.part.objects)
 
-    @overload
-    def __getitem__(self, index: int) -> WriteResult: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[WriteResult]: ...
-    def __getitem__(self, index: int | slice) -> WriteResult | Sequence[WriteResult]:
+    def __getitem__(self, index: Any) -> Any:
         return list(self._results())[index]
 
     def __iter__(self) -> Iterator[WriteResult]:

@@ -28,16 +28,11 @@ class LocalUpload(Upload):
     def __init__(self, system: Any, fd: int, path: Path, *, durable: bool) -> None:
         self._os = system
         self._fd = fd
-        self._path = str(path)
+        self.path = str(path)
         self._durable = durable
         self.then: Callable[[], object] | None = None
         self._behind = 0  # bytes written since the kernel was last asked to start writing to the disk
         self._lock = threading.Lock()
-
-    @property
-    def path(self) -> str:
-        """The file's path."""
-        return self._path
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         for group in _groups(buffers):
@@ -47,7 +42,7 @@ class LocalUpload(Upload):
             done = written
             while done < total:  # after a short write, continue until the kernel returns an error
                 if written == 0:
-                    raise OSError(errno.EIO, "the file system accepted no bytes", self._path)
+                    raise OSError(errno.EIO, "the file system accepted no bytes", self.path)
                 group = _without_first(group, written)
                 written = self._pwritev(group, offset + done)
                 done += written
@@ -65,7 +60,7 @@ class LocalUpload(Upload):
         try:
             written: int = self._os.pwritev(self._fd, buffers, offset)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, self._path) from error
+            raise OSError(error.errno, error.strerror, self.path) from error
         return written
 
     def truncate(self, size: int) -> None:
@@ -82,7 +77,7 @@ class LocalUpload(Upload):
             try:
                 self._os.fsync(self._fd)
             except OSError as error:
-                raise OSError(error.errno, error.strerror, self._path) from error
+                raise OSError(error.errno, error.strerror, self.path) from error
 
     def finish(self, *, synced: bool = False) -> None:
         try:
@@ -98,7 +93,7 @@ class LocalUpload(Upload):
             with suppress(OSError):
                 self._close()
             with suppress(OSError):
-                self._os.unlink(self._path)
+                self._os.unlink(self.path)
 
     def _close(self) -> None:
         if self._fd >= 0:

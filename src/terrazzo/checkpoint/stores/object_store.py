@@ -115,7 +115,7 @@ class ObjectStore(Store):
     def upload(self, key: str, size: int) -> Upload:
         def send(data: Sequence[memoryview]) -> None:
             try:
-                self._put(key, data, ABSENT)
+                self.put(key, data, only_if=ABSENT)
             except ConflictError as error:
                 raise FileExistsError(f"{self._url}/{key} exists already") from error
 
@@ -151,11 +151,8 @@ class ObjectStore(Store):
 
         return self._tried(key, read)
 
-    def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
-        return self._put(key, data, only_if)
-
-    def _put(
-        self, key: str, data: bytes | memoryview | Sequence[memoryview], only_if: Absent | Version | None
+    def put(
+        self, key: str, data: bytes | memoryview | Sequence[memoryview], *, only_if: Absent | Version | None = None
     ) -> Version:
         if only_if is None:
             mode: Any = "overwrite"

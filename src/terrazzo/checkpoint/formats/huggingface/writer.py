@@ -28,7 +28,6 @@ from terrazzo.checkpoint.formats.huggingface.layout import (
     About,
     WeightsLayout,
     encode_index,
-    index_name,
     lay_out,
     runs_of,
     shard_name,
@@ -226,14 +225,6 @@ class HuggingFaceWriter(RowWriter):
         return self.save_id.removesuffix(_USUAL)
 
     @property
-    def _index(self) -> str:
-        return index_name(self._stem)
-
-    @property
-    def _single_name(self) -> str:
-        return single_name(self._stem)
-
-    @property
     def _known_layout(self) -> WeightsLayout:
         layout = self._layout or self._given
         if layout is None:
@@ -249,7 +240,7 @@ class HuggingFaceWriter(RowWriter):
 
     def _final(self, number: int) -> str:
         if self._is_single:
-            return self._single_name
+            return single_name(self._stem)
         save_id = "" if self.save_id.endswith(_USUAL) else self._id
         return shard_name(number, len(self._known_layout.files), self._stem, save_id)
 
@@ -336,7 +327,7 @@ class HuggingFaceWriter(RowWriter):
             index = None
             if self._is_single:
                 if isinstance(self._store, LocalStore):
-                    self._store.rename({self._part(0): self._single_name})
+                    self._store.rename({self._part(0): single_name(self._stem)})
                 elif self._last is not None:
                     self._last.finish()
                     self._last = None
