@@ -182,6 +182,17 @@ def test_our_classes_of_pytorchs_names_for_fsspec() -> None:
     assert not FsspecWriter.validate_checkpoint_id(Path("/tmp"))
 
 
+def test_paths_of_storages_are_of_pytorchs_types(tmp_path: Path) -> None:
+    ours = (terrazzo.checkpoint.FileSystemWriter, terrazzo.checkpoint.FileSystemReader, FsspecWriter, FsspecReader)
+    theirs = (dcp.FileSystemWriter, dcp.FileSystemReader, their_fsspec.FsspecWriter, their_fsspec.FsspecReader)
+    for mine, other in zip(ours, theirs, strict=True):
+        mine, other = mine(str(tmp_path)), other(str(tmp_path))
+        assert isinstance(mine.path, type(other.path)) and str(mine.path) == str(tmp_path), mine
+        mine.reset(str(tmp_path / "next"))
+        other.reset(str(tmp_path / "next"))
+        assert isinstance(mine.path, type(other.path)) and str(mine.path) == str(other.path), mine
+
+
 # ------------------------------------------------------------------ names and signatures
 
 MODULES = (

@@ -19,6 +19,9 @@ class _OfFsspec:
     def _open_store(self, path: str | os.PathLike[str]) -> Store:
         return FsspecStore(os.fspath(path), **self._settings)
 
+    def _path(self, path: str | os.PathLike[str]) -> str:
+        return os.fspath(path)
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         if not isinstance(checkpoint_id, str):

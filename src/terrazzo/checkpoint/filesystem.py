@@ -41,6 +41,9 @@ class _InFolder:
     def _open_store(self, path: str | os.PathLike[str]) -> Store:
         return store_at(path)
 
+    def _path(self, path: str | os.PathLike[str]) -> str | Path:
+        return os.fspath(path) if is_url(path) else Path(path)
+
     @cached_property
     def fs(self) -> Any:
         """PyTorch's view of the folder, for classes built on this one; ours uses `store`."""
@@ -53,7 +56,7 @@ class _InFolder:
 
     def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         if checkpoint_id is not None:
-            self.path, self.store = _path(checkpoint_id), self._open_store(checkpoint_id)
+            self.path, self.store = self._path(checkpoint_id), self._open_store(checkpoint_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -105,7 +108,7 @@ class FileSystemWriter(BlockingAsyncStager, _InFolder, NativeWriter):
         options = WriteOptions(single_file_per_rank, max(thread_count, 1), per_thread_copy_ahead, compression)
         self._sync_files = sync_files
         NativeWriter.__init__(self, self._open_store(path), options, overwrite=overwrite)
-        self.path = _path(path)
+        self.path = self._path(path)
 
     def _open_store(self, path: str | os.PathLike[str]) -> Store:
         return store_at(path, durable=self._sync_files)
@@ -143,8 +146,4 @@ class FileSystemReader(_InFolder, NativeReader):
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None, *, verify: bool = True) -> None:
         super().__init__(self._open_store(path), verify=verify)
-        self.path = _path(path)
-
-
-def _path(path: str | os.PathLike[str]) -> str | Path:
-    return os.fspath(path) if is_url(path) else Path(path)
+        self.path = self._path(path)
