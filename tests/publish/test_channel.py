@@ -323,6 +323,28 @@ def test_publishers_follow_one_another_at_an_address_of_their_own(address):
         assert receiver.version == number
 
 
+def test_a_publisher_may_end_when_its_version_has_been_taken(address, monkeypatch):
+    plain = ChannelSender.release
+
+    def release(sender: ChannelSender, group: str, taken: bool) -> None:
+        plain(sender, group, taken)
+        if taken and first:
+            sender.close()  # and so does not answer
+
+    monkeypatch.setattr(ChannelSender, "release", release)
+    model, served = nn.Linear(3, 2), nn.Linear(3, 2)
+    first = [Publisher(Channel(address), model, timeout=SHORT)]
+    receiver = Receiver(Channel(address), served, timeout=SHORT)
+    first[0].publish(1)
+    assert (receiver.poll(), receiver.apply()) == (1, 1)
+    assert served.weight.equal(model.weight)
+    assert receiver.poll() is None and receiver.version == 1
+    first.pop().close()
+    with Publisher(Channel(address), nn.Linear(3, 2), timeout=SHORT) as second:
+        second.publish(2)
+        assert (receiver.poll(), receiver.apply()) == (2, 2)
+
+
 def test_addresses():
     for wrong in ("host", "host:", ":1", "host:no", "host:70000"):
         with pytest.raises(PublishValueError):

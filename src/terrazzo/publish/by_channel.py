@@ -353,7 +353,8 @@ class ChannelSource:
             offer = msgspec.msgpack.decode(found, type=Offer)
             self._held = None
             team.together(partial(self._receive, offer))
-            team.first(lambda: self._at_all("release", self._group, True))
+            if not team.first(self._tell_taken):
+                self._leave()
         except BaseException:
             self._leave()
             raise
@@ -429,6 +430,16 @@ class ChannelSource:
                     "all the time"
                 )
             time.sleep(_LOOK)  # it publishes the next one now
+
+    def _tell_taken(self) -> bytes:
+        """On the first rank: tell the publisher that this group has all of the version. Empty if that failed: the
+        publisher may have ended meanwhile, as it waits for nothing else."""
+        try:
+            for client in reversed(self._clients):  # its first rank, which waits, is told when the others know
+                called(self._channel, client, "release", self._group, True)
+        except CommError:
+            return b""
+        return b"told"
 
     def _receive(self, offer: Offer) -> None:
         by_sender: dict[int, list[Message]] = {}
