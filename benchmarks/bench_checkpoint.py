@@ -214,13 +214,13 @@ def async_save_blocks_small(setting: Setting) -> Implementations:
     return async_blocks(job.state(our_tensor, 0, 1.0), job.folder("async"))
 
 
-@case(repetitions=9, budget=Budget("time", 1.5, "waiting"))
+@case(repetitions=5, budget=Budget("time", 1.5, "waiting"))
 def async_save_beside_work(setting: Setting) -> Implementations:
     """How much longer a save in the background takes while the main thread computes in Python than while it waits.
 
     It saves to memory, where there is a file system of it: how much a disk has still to write differs each time.
     """
-    count = 8 if setting.quick else 64
+    count = 8 if setting.quick else 256
     state = {f"w{number}": torch.ones(1 << 20) for number in range(count)}
     memory = Path("/dev/shm")
     place = tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else setting.folder)  # until this process ends
