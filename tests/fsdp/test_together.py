@@ -209,23 +209,31 @@ def check_models() -> None:
     assert_same_bits(partial(WithHalf, BLOCKS), bounds, prepare=frozen_in_part)
 
 
-def check_whole_shards() -> None:
-    """Of one rank, or of replicas that shard nothing, for which parameters are used where the shards are."""
-    world, bounds, options = dist.get_world_size(), (1500, 1 << 20), {}
-    if world > 1:
-        options["mesh"] = init_device_mesh(device_type(), (world, 1))
+def with_whole_shards() -> dict[str, Any]:
+    """Options for one rank, or for replicas that shard nothing: parameters are used where the shards are."""
+    world = dist.get_world_size()
+    return {"mesh": init_device_mesh(device_type(), (world, 1))} if world > 1 else {}
+
+
+def check_users_of_whole_shards() -> None:
+    world, bounds, options = dist.get_world_size(), (1500, 1 << 20), with_whole_shards()
     alone, in_part, all_at_once = assert_same_bits(partial(Model, BLOCKS), bounds, **options)
     assert alone > in_part > all_at_once if world > 1 else alone == 0
     for step in (by_hand, accumulating, twice):
         assert_same_bits(partial(Model, BLOCKS), bounds, step, **options)
+
+
+def check_models_of_whole_shards() -> None:
+    bounds, options = (1500, 1 << 20), with_whole_shards()
     for make in (Wandering, partial(Recomputing, BLOCKS), partial(Branching, BLOCKS), Boxed):
         assert_same_bits(make, bounds, **options)
     assert_same_bits(partial(WithHalf, BLOCKS), bounds, prepare=frozen_in_part, **options)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_groups_whose_shards_are_whole_go_together(world):
-    run_ranks(world, check_whole_shards)
+@pytest.mark.parametrize("what", [check_users_of_whole_shards, check_models_of_whole_shards])
+def test_groups_whose_shards_are_whole_go_together(world, what):
+    run_ranks(world, what)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
