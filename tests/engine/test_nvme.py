@@ -23,8 +23,8 @@ from ranks import run_fresh, run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointManager, verify
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.engine import Engine, initialize
-from terrazzo.engine.paging import _local
 from terrazzo.errors import EngineError, RankError, StateFileError
+from terrazzo.tensor.dtensor import local_of
 
 STEPS = 3
 
@@ -120,7 +120,7 @@ def check_numbers(folder: str, cases: list[tuple[int, dict[str, Any]]]) -> None:
         assert hooked[0] > 1 and len(hooked) == steps - files.skipped_steps, "once a step, with all parameters"
         state = files.optimizer.state
         placed = {
-            p for p in state if any(torch.is_tensor(v) and v.ndim and _local(v).numel() for v in state[p].values())
+            p for p in state if any(torch.is_tensor(v) and v.ndim and local_of(v).numel() for v in state[p].values())
         }
         assert placed == files.pages._placed.keys() and placed, "all that has a shape is in files"
         assert list(Path(folder).iterdir()) == [], "the files have no names"

@@ -26,7 +26,7 @@ from terrazzo.engine.config import AioConfig, OffloadOptimizerConfig
 from terrazzo.engine.scratch import Region, Scratch, aligned
 from terrazzo.errors import RankError, StateFileError
 from terrazzo.tensor import DTensor
-from terrazzo.tensor.dtensor import wrap
+from terrazzo.tensor.dtensor import local_of, wrap
 
 _LINE = 64  # bytes to which tensors are aligned
 _MOST_THREADS = 64
@@ -144,7 +144,7 @@ class PagedState:
     def look_at(self, tensor: Tensor, *, for_writing: bool = False) -> None:
         """Called before a tensor, which may be of the state, is read or written: only its pages are in memory then."""
         self.drop_pages()
-        self._scratch.fetch_pages(_local(tensor), for_writing=for_writing)
+        self._scratch.fetch_pages(local_of(tensor), for_writing=for_writing)
 
     def drop_pages(self) -> None:
         """Let go of the memory in which state has been looked at, or was new."""
@@ -261,7 +261,7 @@ class PagedState:
             views = placed.views(piece.memory[p])
             for key, view in views.items():
                 if not _is_same(state[key], view):
-                    _local(view).copy_(_local(state[key]))
+                    local_of(view).copy_(local_of(state[key]))
                 state[key] = placed.mapped[key]
             piece.pending += self._scratch.write(placed.region, piece.memory[p])
 
@@ -279,7 +279,7 @@ class PagedState:
             starts, end = {}, 0
             for key, value in found.items():
                 starts[key] = end
-                end += -(-_local(value).nbytes // _LINE) * _LINE
+                end += -(-local_of(value).nbytes // _LINE) * _LINE
             region = self._scratch.allocate(end)
             everything = region.mapped()
             mapped = {key: _seen(everything, start, found[key]) for key, start in starts.items()}
@@ -287,7 +287,7 @@ class PagedState:
         if self._new.numel() < placed.region.nbytes:
             self._new = aligned(placed.region.nbytes)
         for key, view in placed.views(self._new).items():
-            _local(view).copy_(_local(found[key]))
+            local_of(view).copy_(local_of(found[key]))
         self._scratch.wait(self._scratch.write(placed.region, self._new), "writing")
         state.update(placed.mapped)
         self._freed += placed.region.nbytes
@@ -315,24 +315,24 @@ def _give_back() -> None:
 
 def _paged(state: Mapping[str, Any], p: Tensor) -> _Views:
     """The tensors of a parameter's state that are in files: those of its shape. Others are small."""
-    return {key: value for key, value in state.items() if _of_shape(value, p) and _local(value).numel()}
+    return {key: value for key, value in state.items() if _of_shape(value, p) and local_of(value).numel()}
 
 
 def _of_shape(value: Any, p: Tensor) -> bool:
     if type(value) not in (Tensor, DTensor) or value.shape != p.shape or not p.ndim:
         return False
-    local = _local(value)
+    local = local_of(value)
     return type(local) is Tensor and local.device.type == "cpu" and local.layout is torch.strided
 
 
 def _forms(tensors: _Views) -> dict[str, Any]:
     """What has to be the same for one tensor to be kept in the place of another."""
-    return {key: (_local(t).dtype, t._layout if isinstance(t, DTensor) else t.shape) for key, t in tensors.items()}
+    return {key: (local_of(t).dtype, t._layout if isinstance(t, DTensor) else t.shape) for key, t in tensors.items()}
 
 
 def _seen(memory: Tensor, start: int, like: Tensor) -> Tensor:
     """Bytes of memory as a tensor like another."""
-    local = _local(like)
+    local = local_of(like)
     strides = torch.empty_like(local, device="meta").stride()  # dense, also if that of `like` has gaps
     seen = memory[start : start + local.nbytes].view(local.dtype).as_strided(local.shape, strides)
     return wrap(seen, like._layout) if isinstance(like, DTensor) else seen
@@ -345,8 +345,4 @@ def _exchange(state: dict[str, Any], old: _Views, new: _Views) -> None:
 
 
 def _is_same(a: Any, b: Tensor) -> bool:
-    return isinstance(a, Tensor) and _local(a).data_ptr() == _local(b).data_ptr()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local if isinstance(tensor, DTensor) else tensor
+    return isinstance(a, Tensor) and local_of(a).data_ptr() == local_of(b).data_ptr()

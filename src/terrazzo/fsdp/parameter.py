@@ -23,7 +23,7 @@ from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp.meshes import DataMesh, ShardPlacementResult
 from terrazzo.layout import Layout, Shard
 from terrazzo.tensor import DTensor
-from terrazzo.tensor.dtensor import WRITTEN, wrap
+from terrazzo.tensor.dtensor import WRITTEN, local_of, wrap
 from terrazzo.tensor.redistribute import redistribute_local
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -70,7 +70,7 @@ class ShardedParameter:
         self.dim = dim
         self.mesh = mesh
         self.within: Layout | None = parameter._layout if isinstance(parameter, DTensor) else None
-        local = parameter._local if isinstance(parameter, DTensor) else parameter
+        local = local_of(parameter)
         self.shape = tuple(local.shape)  # of the unsharded local tensor
         self.layout = mesh.layout(tuple(parameter.shape), dim, self.within)
         self.requires_grad = parameter.requires_grad

@@ -407,7 +407,7 @@ class ChannelSource:
         self._publisher = publisher
 
     def _at_all(self, operation: str, *arguments: Any) -> bytes:
-        for client in self._clients:
+        for client in reversed(self._clients):  # the publisher's first rank, which waits, when the others know
             called(self._channel, client, operation, *arguments)
         return b""
 
@@ -434,12 +434,10 @@ class ChannelSource:
     def _tell_taken(self) -> bytes:
         """On the first rank: tell the publisher that this group has all of the version. Empty if that failed: the
         publisher may have ended meanwhile, as it waits for nothing else."""
-        try:
-            for client in reversed(self._clients):  # its first rank, which waits, is told when the others know
-                called(self._channel, client, "release", self._group, True)
-        except CommError:
-            return b""
-        return b"told"
+        with suppress(CommError):
+            self._at_all("release", self._group, True)
+            return b"told"
+        return b""
 
     def _receive(self, offer: Offer) -> None:
         by_sender: dict[int, list[Message]] = {}

@@ -41,6 +41,11 @@ def boxes_of(layout: Layout) -> Layout:
     return layout.with_placements([p if isinstance(p, Shard) else _R for p in layout.placements], layout.order)
 
 
+def replicas_of(layout: Layout) -> Layout:
+    """The layout with the whole tensor on each rank."""
+    return layout.with_placements((_R,) * len(layout.placements))
+
+
 def redistribute_local(local: torch.Tensor, src: Layout, dst: Layout, varying: tuple[int, ...] = ()) -> torch.Tensor:
     """This rank's part under `dst`, given its part under `src`."""
     # What will become a partial term is gathered as a replica first, whatever uses the terms.

@@ -17,7 +17,7 @@ from terrazzo.checkpoint import load, save
 from terrazzo.checkpoint.stores import ABSENT, LocalStore, MemoryStore, Place, Request, Store
 from terrazzo.checkpoint.stores.fsspec_store import FsspecStore
 from terrazzo.checkpoint.stores.object_store import ObjectStore
-from terrazzo.errors import CheckpointCorruptError, ConflictError
+from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError, ConflictError
 
 
 @pytest.fixture(params=["local", "memory", "s3", "fsspec", "documented"])
@@ -269,3 +269,13 @@ def test_folders_are_removed_when_they_are_empty(store: Store) -> None:
     assert not inner.list()
     if isinstance(store, LocalStore):
         assert not (store.path / "inner").exists()
+
+
+def test_what_a_store_cannot_find_out_is_no_missing_file() -> None:
+    class Gone(MemoryStore):
+        def exists(self, key: str) -> bool:
+            raise CheckpointNotFoundError("there is no such bucket")
+
+    assert not Place(MemoryStore()).is_file() and not (Place(MemoryStore()) / "x").is_file()
+    with pytest.raises(CheckpointNotFoundError, match="no such bucket"):
+        (Place(Gone()) / "x").is_file()

@@ -161,9 +161,10 @@ class Place:
         if isinstance(self._path, Path):
             return self._path.is_file()
         try:
-            return self.parent.store.exists(self.name)
+            parent = self.parent
         except CheckpointNotFoundError:  # a bucket, or a store's own folder
             return False
+        return parent.store.exists(self.name)  # which may say that there is no such bucket
 
     def is_dir(self) -> bool:
         """Whether there is a folder; at a URL, a prefix with at least one file."""

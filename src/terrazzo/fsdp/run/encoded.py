@@ -39,7 +39,7 @@ from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Comm
 from terrazzo.fsdp.run.memory import ReturnableMemory
 from terrazzo.fsdp.settings import Settings
-from terrazzo.tensor import DTensor
+from terrazzo.tensor.dtensor import local_of
 
 _HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
@@ -135,8 +135,7 @@ class EncodedBucket(Bucket):
 
 def is_extended(parameter: Tensor) -> bool:
     """Whether a parameter, or its local tensor, is a subclass that consists of other tensors."""
-    local = parameter._local if isinstance(parameter, DTensor) else parameter
-    return has_inner_tensors(local)
+    return has_inner_tensors(local_of(parameter))
 
 
 class _Sent(NamedTuple):

@@ -31,8 +31,7 @@ from terrazzo.fsdp.run.gradients import Gradients
 from terrazzo.fsdp.run.kept import Kept
 from terrazzo.fsdp.run.registration import Registration
 from terrazzo.fsdp.settings import Settings
-from terrazzo.tensor import DTensor
-from terrazzo.tensor.dtensor import WRITTEN
+from terrazzo.tensor.dtensor import WRITTEN, local_of
 
 
 def _on_all(stage: Callable[[Gradients], None]) -> Callable[[Unit], None]:
@@ -285,7 +284,7 @@ class Unit:
 
     def lends(self, tensor: Tensor) -> bool:
         """Whether the tensor is in memory of unsharded parameters, which will be freed."""
-        local = tensor._local if isinstance(tensor, DTensor) else tensor
+        local = local_of(tensor)
         return any(bucket.owns(local) for bucket in self.buckets)
 
     def arrange_again(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from terrazzo._torch.storages import memory_of
-from terrazzo.layout import Layout, Replicate, moved_bytes
+from terrazzo.layout import Layout, moved_bytes
 from terrazzo.tensor.copied_view import (
     CopiedView,
     check_autograd_allows,
@@ -30,7 +30,7 @@ from terrazzo.tensor.copied_view import (
 from terrazzo.tensor.dispatch.plain import replicated
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import DTensor
-from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.redistribute import redistribute_local, replicas_of
 from terrazzo.tensor.strides import check_no_overlap
 
 _warned: set[str] = set()
@@ -69,7 +69,7 @@ def replicate_and_run_in_place(name: str, func: Any, args: Sequence[Any], kwargs
     gathered.warn()
     func(*full_args, **full_kwargs)
     layout = target._layout
-    whole = layout.with_placements((Replicate(),) * len(layout.placements))
+    whole = replicas_of(layout)
     target._local.copy_(redistribute_local(full_target, whole, layout))
     pass_on(target)
     return target
@@ -95,7 +95,7 @@ class _Gathered:
         if layout.is_replicated:
             self.given.append((value._local, value))
             return value._local
-        target = layout.with_placements((Replicate(),) * len(layout.placements))
+        target = replicas_of(layout)
         self.bytes += moved_bytes(layout, target, value._local.element_size())
         # With the memory format that the same tensor would have on one device: some functions depend on it, and
         # functions that draw random numbers draw in that order.

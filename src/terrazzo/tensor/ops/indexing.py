@@ -28,7 +28,7 @@ from terrazzo.tensor.indices import MASKS, as_tuple, consumes, expanded, is_basi
 from terrazzo.tensor.ops.questions import check_bounds
 from terrazzo.tensor.ops.table import handler, rule
 from terrazzo.tensor.ops.views import dims_of_view
-from terrazzo.tensor.redistribute import redistribute_local
+from terrazzo.tensor.redistribute import redistribute_local, replicas_of
 from terrazzo.tensor.strides import check_no_overlap, with_strides_of
 
 
@@ -64,14 +64,10 @@ def getitem(call: Call, input: Operand, index: Any) -> Spec | None:
     return spec
 
 
-def _replicated(layout: Layout) -> Layout:
-    return layout.with_placements((Replicate(),) * len(layout.placements))
-
-
 def _full(value: Any, like: Layout) -> Any:
     """An index item, gathered on every rank."""
     if isinstance(value, DTensor):
-        return redistribute_local(value._local.detach(), value._layout, _replicated(value._layout))
+        return redistribute_local(value._local.detach(), value._layout, replicas_of(value._layout))
     return value
 
 
@@ -371,7 +367,7 @@ def _value_layout(value: Layout, items: Sequence[Any], target: Layout) -> Layout
     """The layout in which an assigned value is needed: sharded like the target along dims that the index takes whole,
     replicated otherwise."""
     if value.mesh is not target.mesh:
-        return _replicated(value)
+        return replicas_of(value)
     taken: list[int | None] = []  # for each dim of the region, the target's dim if it is taken whole, else None
     for i, d in with_dims(items, target.ndim):
         if i is None or isinstance(i, slice):

@@ -258,10 +258,10 @@ def instance_norm(
 
 def _track(running_mean: Any, running_var: Any, mean: Any, variance: Any, count: int, momentum: float) -> None:
     """Update running statistics with those of `count` values, of the batch or of each sample in it."""
-    for running, seen, scale in ((running_mean, mean, 1.0), (running_var, variance, count / max(count - 1, 1))):
-        if running is not None:
-            with torch.no_grad():
-                of_channels = (seen.detach() * scale).flatten(1).mean(0)
+    with torch.no_grad():
+        for running, seen in ((running_mean, mean), (running_var, variance * (count / max(count - 1, 1)))):
+            if running is not None:
+                of_channels = seen.flatten(1).mean(0)
                 running.mul_(1 - momentum).add_(of_channels.to(running.dtype), alpha=momentum)
 
 

@@ -174,13 +174,16 @@ def taking(
         except TypeError:  # the rule has other argument names, so it also has the caller's order
             pass
         else:
-            by_name = lambda args, kwargs: function(*first, **dict(zip(names, args, strict=True)), **kwargs)  # noqa: E731
-            return by_name if _are_as_annotated(bound) else None
+            if not _are_as_annotated(bound):
+                return None
+            return lambda args, kwargs: function(*first, **dict(zip(names, args, strict=True)), **kwargs)
     try:
         bound = signature.bind(*first, *args, **kwargs)
     except TypeError:
         return None
-    return (lambda args, kwargs: function(*first, *args, **kwargs)) if _are_as_annotated(bound) else None
+    if not _are_as_annotated(bound):
+        return None
+    return lambda args, kwargs: function(*first, *args, **kwargs)
 
 
 @functools.cache

@@ -144,7 +144,7 @@ def dims_of_view(call: Call, localize: Callable[[Chosen], LocalFunction] | None 
         outs.append(dims)
     kept = set(range(input.ndim)).intersection(*outs)
     if isinstance(found, torch.Tensor) and outs[0] == list(range(input.ndim)):
-        localize = lambda chosen: lambda func, loc, kw: loc[0].view(loc[0].shape)  # noqa: E731
+        localize = _identity
     return Spec(
         [tuple([d if d in kept else None for d in range(input.ndim)])],
         [tuple([d if d in kept else None for d in dims]) for dims in outs],
@@ -154,6 +154,10 @@ def dims_of_view(call: Call, localize: Callable[[Chosen], LocalFunction] | None 
         localize=localize,
         is_view=True,
     )
+
+
+def _identity(chosen: Chosen) -> LocalFunction:
+    return lambda func, loc, kw: loc[0].view(loc[0].shape)
 
 
 @rule(
