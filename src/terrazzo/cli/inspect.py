@@ -214,7 +214,7 @@ def diff(
 def _known_to_be_equal(one: Listing, other: Listing, wanted: Callable[[str], bool]) -> bool:
     """Whether checksums say that two checkpoints had the same values when they were saved."""
     mine, others = one.digests(), other.digests()
-    if mine == others and mine.keys() == one.names == other.names:
+    if mine == others and len(mine) == len(one.names) == len(other.names):  # a digest for each name
         return True
     names = set(filter(wanted, one.names))
     if names != set(filter(wanted, other.names)):
