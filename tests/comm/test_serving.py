@@ -22,6 +22,8 @@ class Desk:
     """A session that does a few things, and says when its connection has ended."""
 
     def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go = threading.Event()
         self.ended = threading.Event()
 
     def answer(self, operation: str, arguments: tuple[Any, ...], follows: Iterable[bytearray]) -> Any:
@@ -33,6 +35,10 @@ class Desk:
             case "sleep", (seconds,):
                 time.sleep(seconds)
                 return "awake"
+            case "wait", (int(size),):
+                self.begun.set()
+                assert self.go.wait(60)
+                return bytearray(size)
             case "look", ():
                 raise FileNotFoundError("it is not here")
         raise ValueError(f"there is no {operation}")
@@ -99,6 +105,52 @@ def test_a_server_that_is_gone() -> None:
         for _ in range(2):
             with pytest.raises(OSError, match="does not answer"):
                 client.call("add", 1, 1)
+
+
+def test_what_has_been_asked_is_answered_before_the_end() -> None:
+    with served(timeout=60.0) as (server, client, desk), ThreadPoolExecutor(2) as pool:
+        with client._connection() as idle:
+            asked = pool.submit(client.call, "wait", 9_000_001)
+            assert desk.begun.wait(60)
+            closing = pool.submit(server.close)
+            assert not idle.recv(1)  # the server closes connections
+        with pytest.raises(OSError, match="does not answer"):
+            client.call("add", 1, 1)
+        assert not closing.done()
+        desk.go.set()
+        assert asked.result() == bytes(9_000_001)
+        closing.result(60)
+        assert desk.ended.wait(60)
+
+
+def test_who_does_not_read_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_LAST_SECONDS", 0.2)
+    with served(timeout=1000.0) as (server, client, desk), client._connection() as connection:
+        serving._send(connection, serving._Call("wait", (64 << 20,)))  # more than a connection holds
+        desk.go.set()
+        assert desk.begun.wait(60)
+        server.close()
+        assert desk.ended.wait(60)
+
+
+def test_who_connects_while_it_closes_is_not_served() -> None:
+    class Listening(socket.socket):
+        def accept(self) -> tuple[socket.socket, Any]:
+            found = super().accept()
+            accepted.set()
+            assert closed.wait(60)
+            return found
+
+    accepted, closed = threading.Event(), threading.Event()
+    listening = Listening(fileno=socket.create_server(("127.0.0.1", 0)).detach())
+    server = Server(listening, b"between us", Desk, 1000.0)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(Client(server.address, 60.0).call, "add", 1, 1)
+        assert accepted.wait(60)
+        server.close()
+        closed.set()
+        with pytest.raises(OSError, match="or stopped"):
+            asked.result()
 
 
 def test_other_secrets_and_other_servers() -> None:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from publish import worlds
 from ranks import device_type, run_fresh, run_ranks
 from terrazzo.checkpoint.run.coordination import Team
+from terrazzo.comm import serving
 from terrazzo.comm.serving import Client
 from terrazzo.errors import CommError, CommTimeout, PublishValueError
 from terrazzo.publish import Channel, Publisher, Receiver
@@ -332,6 +333,7 @@ def test_a_publisher_may_end_when_its_version_has_been_taken(address, monkeypatc
             sender.close()  # and so does not answer
 
     monkeypatch.setattr(ChannelSender, "release", release)
+    monkeypatch.setattr(serving, "_LAST_SECONDS", 0.0)  # as when its process ends
     model, served = nn.Linear(3, 2), nn.Linear(3, 2)
     first = [Publisher(Channel(address), model, timeout=SHORT)]
     receiver = Receiver(Channel(address), served, timeout=SHORT)

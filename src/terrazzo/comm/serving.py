@@ -36,6 +36,7 @@ _NONCE: Final = 32  # bytes, as many as a digest has
 _SECONDS: Final = 5.0  # between two `working` frames
 _GREETING_SECONDS: Final = 30.0  # what a process computes may keep its threads from answering
 _AT_ONCE: Final = 64  # connections that have not answered the greeting yet
+_LAST_SECONDS: Final = 10.0  # for which `close` waits for answers that are under way
 
 
 class WrongSecretError(OSError):
@@ -84,19 +85,27 @@ class Server:
         self._session = session
         self._timeout = timeout
         self._open: set[socket.socket] = set()
+        self._answering: set[socket.socket] = set()  # those of them whose call has been received, but not answered
+        self._closed = False
+        self._changed = threading.Condition()  # notified when a call has been answered; its lock is that of these three
         self._waiting = threading.BoundedSemaphore(_AT_ONCE)
         host, port = listening.getsockname()[:2]
         self.address = Address(host, port, secret)
         threading.Thread(target=self._accept, name="terrazzo-serve", daemon=True).start()
 
     def close(self) -> None:
-        """Close all connections, and listen no more."""
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # ends `accept`
-        self._listening.close()
-        for connection in list(self._open):
+        """Listen no more, answer the calls that have been received, and close all connections.
+
+        What is not answered within a time limit is cut. An operation must not call this: it would wait for itself.
+        """
+        with self._changed:
+            self._closed = True
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                self._listening.shutdown(socket.SHUT_RDWR)  # ends `accept`
+            self._listening.close()
+            _end(self._open - self._answering)
+            self._changed.wait_for(lambda: not self._answering, _LAST_SECONDS)
+            _end(self._open)
 
     def _accept(self) -> None:
         while True:
@@ -105,7 +114,10 @@ class Server:
                 connection, peer = self._listening.accept()
             except OSError:  # the socket was closed
                 return
-            self._open.add(connection)
+            with self._changed:
+                self._open.add(connection)
+                if self._closed:
+                    _end([connection])
             threading.Thread(target=self._serve, args=(connection, peer), name="terrazzo-serve", daemon=True).start()
 
     def _serve(self, connection: socket.socket, peer: tuple[Any, ...]) -> None:
@@ -128,7 +140,8 @@ class Server:
         except (OSError, EOFError, msgspec.MsgspecError):  # the other side has ended, or is none of ours
             pass
         finally:
-            self._open.discard(connection)
+            with self._changed:
+                self._open.discard(connection)
 
     def _greet(self, connection: socket.socket) -> bool:
         """Whether the other side has the secret."""
@@ -145,17 +158,32 @@ class Server:
     def _answer_one(self, connection: socket.socket, session: Session, worker: Worker) -> None:
         connection.settimeout(None)  # the next call may come after any time
         call = msgspec.msgpack.decode(_frame(connection), type=_Call)
-        connection.settimeout(self._timeout)
-        working = worker.submit(partial(_answered, session, call, connection))
-        while True:
-            try:
-                answer, payload = working.result(_SECONDS)
-                break
-            except NotYet:
-                _send(connection, _Answer("working"))
-        _send(connection, answer)
-        if answer.follows:
-            connection.sendall(payload)
+        with self._changed:
+            if self._closed:
+                raise EOFError("the server is closed")
+            self._answering.add(connection)
+        try:
+            connection.settimeout(self._timeout)
+            working = worker.submit(partial(_answered, session, call, connection))
+            while True:
+                try:
+                    answer, payload = working.result(_SECONDS)
+                    break
+                except NotYet:
+                    _send(connection, _Answer("working"))
+            _send(connection, answer)
+            if answer.follows:
+                connection.sendall(payload)
+        finally:
+            with self._changed:
+                self._answering.discard(connection)
+                self._changed.notify_all()
+
+
+def _end(connections: Iterable[socket.socket]) -> None:
+    for connection in connections:
+        with suppress(OSError):  # the other side has ended it
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _answered(session: Session, call: _Call, connection: socket.socket) -> tuple[_Answer, Any]:
