@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -151,6 +152,21 @@ def test_who_connects_while_it_closes_is_not_served() -> None:
         closed.set()
         with pytest.raises(OSError, match="or stopped"):
             asked.result()
+
+
+def test_a_connection_that_cannot_be_accepted_is_not_the_end() -> None:
+    class Listening(socket.socket):
+        def accept(self) -> tuple[socket.socket, Any]:
+            if not tried.is_set():
+                tried.set()
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    tried = threading.Event()
+    listening = Listening(fileno=socket.create_server(("127.0.0.1", 0)).detach())
+    server = Server(listening, b"between us", Desk, 60.0)
+    assert Client(server.address, 60.0).call("add", 1, 1) == 2
+    server.close()
 
 
 def test_other_secrets_and_other_servers() -> None:

@@ -17,6 +17,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
@@ -36,6 +37,7 @@ _NONCE: Final = 32  # bytes, as many as a digest has
 _SECONDS: Final = 5.0  # between two `working` frames
 _GREETING_SECONDS: Final = 30.0  # what a process computes may keep its threads from answering
 _AT_ONCE: Final = 64  # connections that have not answered the greeting yet
+_PAUSE: Final = 0.1  # seconds, after a connection could not be accepted
 _LAST_SECONDS: Final = 10.0  # for which `close` waits for answers that are under way
 
 
@@ -112,8 +114,13 @@ class Server:
             self._waiting.acquire()
             try:
                 connection, peer = self._listening.accept()
-            except OSError:  # the socket was closed
-                return
+            except OSError as error:
+                if self._closed:
+                    return
+                LOGGER.warning("%s: a connection was not accepted: %s", self.address, error)
+                time.sleep(_PAUSE)  # there may be too many open files for a while
+                self._waiting.release()
+                continue
             with self._changed:
                 self._open.add(connection)
                 if self._closed:
