@@ -31,7 +31,7 @@ from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, async_save, load
 from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.planner import WriteItem
-from terrazzo.checkpoint.stores import Request
+from terrazzo.checkpoint.stores import Absent, Request, Version
 from terrazzo.checkpoint.stores.object_store import ObjectStore
 from terrazzo.cli import app
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, ConflictError
@@ -112,6 +112,19 @@ def test_several_ranks(s3: S3Server, url: str) -> None:
         for result in run_ranks(world, save_on_ranks, url, s3.environment(), float(world)):
             assert set(result["local"].reshape(-1).tolist()) == {world} and result["b"].eq(world).all()
         assert value_at(url, 90) == world
+
+
+class Copied(ObjectStore):
+    """A store of one's own that does something with what is put, which `Store` says is bytes."""
+
+    def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:  # type: ignore[override]
+        return super().put(key, bytes(memoryview(data)), only_if=only_if)
+
+
+def test_a_subclass_that_puts_bytes(s3: S3Server) -> None:
+    store = Copied(f"s3://{BUCKET}/{uuid.uuid4().hex}", **s3.settings())
+    save({"w": torch.arange(50_000.0), "text": "x"}, store=store, no_dist=True)
+    assert torch.equal(Checkpoint(store)["w"][:], torch.arange(50_000.0))
 
 
 def test_settings_of_its_own_and_large_tensors_in_small_objects(s3: S3Server) -> None:

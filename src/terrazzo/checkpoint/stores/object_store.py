@@ -115,7 +115,7 @@ class ObjectStore(Store):
     def upload(self, key: str, size: int) -> Upload:
         def send(data: Sequence[memoryview]) -> None:
             try:
-                self.put(key, data, only_if=ABSENT)
+                ObjectStore.put(self, key, data, only_if=ABSENT)  # one that overrides it takes bytes, as of any store
             except ConflictError as error:
                 raise FileExistsError(f"{self._url}/{key} exists already") from error
 
