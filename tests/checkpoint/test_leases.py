@@ -8,6 +8,7 @@ import fcntl
 import os
 import pickle
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from terrazzo.checkpoint import CheckpointManager, DefaultSavePlanner, FileSyste
 from terrazzo.checkpoint.formats import DCPWriter, HuggingFaceWriter
 from terrazzo.checkpoint.native.commit import ended, sweep
 from terrazzo.checkpoint.native.storage import NativeWriter
-from terrazzo.checkpoint.stores import LocalStore
+from terrazzo.checkpoint.stores import LocalStore, local
 from terrazzo.checkpoint.stores.fsspec_store import FsspecStore
 
 
@@ -229,3 +230,23 @@ def test_a_file_system_without_dates_keeps_leases(monkeypatch: pytest.MonkeyPatc
     store.put(DATA, b"half")
     save({"w": torch.arange(5.0)}, store=store)
     assert {LEASE, DATA} <= {entry.key for entry in store.list()}, "whether that save has ended is not known"
+
+
+class Interrupted(LocalStore):
+    """A folder at which Ctrl-C comes when a lock or a lease is to be removed."""
+
+    def delete(self, keys: Iterable[str]) -> None:
+        raise KeyboardInterrupt
+
+
+def test_who_is_interrupted_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_LOCK_SECONDS", 0.1)
+    store, other = Interrupted(tmp_path), LocalStore(tmp_path)
+    with pytest.raises(KeyboardInterrupt) as first, store.locked("root"):
+        pass
+    with pytest.raises(KeyboardInterrupt) as second, store.lease("save.lease"):
+        assert not other.lease_ended("save.lease", 0.0)
+    assert first.tb and second.tb, "a notebook keeps the error, with what has been at work"
+    with other.locked("root"):
+        pass
+    assert other.lease_ended("save.lease", 0.0)

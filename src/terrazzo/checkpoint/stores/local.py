@@ -151,13 +151,8 @@ class LocalStore(Store):
             if time.monotonic() > deadline:
                 raise ConflictError(f"{path} has been locked by another process for {_LOCK_SECONDS:.0f} seconds")
             time.sleep(0.01)
-        try:
+        with _LocalLease(self, fd, key + LOCK):
             yield
-        finally:
-            with suppress(OSError):  # a file that stays is used by the next holder
-                self.delete([key + LOCK])
-            with suppress(OSError):
-                self._os.close(fd)
 
     def stream(self, key: str) -> Upload:
         self._remove_left(key)
@@ -433,10 +428,12 @@ class _LocalLease(Lease):
 
     def release(self) -> None:
         if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            with suppress(OSError):  # a later save removes it
-                self._store.delete([self._key])
-            os.close(fd)
+            try:
+                with suppress(OSError):  # a later save removes it, or uses it as its lock
+                    self._store.delete([self._key])
+            finally:
+                fd, self._fd = self._fd, -1
+                os.close(fd)
 
     def __del__(self) -> None:
         if self._fd >= 0:  # not released, because the save failed
