@@ -410,6 +410,34 @@ def test_unchanged_tensors_are_not_written_again(tmp_path: Path):
     assert torch.equal(target["w"][...], whole(3)) and target["frozen"].shape == (200, 1000)
 
 
+def save_on_base(folder: str, step: int) -> None:
+    """A step whose large part is that of the step before; the run dies then."""
+    frozen = torch.arange(200_000.0)
+    with (
+        suppress(ZeroDivisionError),
+        CheckpointManager(
+            Path(folder) / "root", local=local_of(folder, 2), reuse=True, keep_local=1, copy_every=9, timeout=LIMIT
+        ) as manager,
+    ):
+        if step > 1:
+            target = {"frozen": torch.zeros(200_000), **state(0)}
+            assert manager.restore("latest", target) == target["step"] == step - 1
+            assert torch.equal(target["frozen"], frozen)
+        manager.save(step, {"frozen": frozen, **state(step)})
+        manager.wait()
+        raise ZeroDivisionError
+
+
+def test_unchanged_tensors_have_their_replicas_again_when_a_host_was_lost(tmp_path: Path):
+    """The other host has what the lost one had; what is saved then must not be on that one alone."""
+    for step, (lost, files) in enumerate((("host1", 2), ("", 2), ("host0", 3), ("", 2)), 1):  # 3: one is the base's
+        run_ranks(2, save_on_base, str(tmp_path), step)
+        for host in (0, 1):
+            assert len(list((tmp_path / f"host{host}" / f"global_step{step}").glob("data-*"))) == files, step
+        if lost:
+            shutil.rmtree(tmp_path / lost)
+
+
 def test_local_folders_of_other_runs(tmp_path: Path):
     """A run that is begun anew does not resume from what an older one has left on its hosts."""
     values = {"w": torch.zeros(3)}

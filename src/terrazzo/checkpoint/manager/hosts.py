@@ -324,12 +324,14 @@ class HostsStore(Store):
         return all(host.lease_ended(key, last_sign) for host in self.all if host.exists(key))
 
     def adopt(self, other: Store, key: str, name: str) -> str | None:
-        found = None
-        for here, there in zip(self.all, other.all, strict=True) if isinstance(other, HostsStore) else ():
-            if there.exists(key):
-                here.prepare()
-                found = here.adopt(there, key, name) or found
-        return found
+        if not isinstance(other, HostsStore):
+            return None
+        pairs = [(here, there) for here, there in zip(self.all, other.all, strict=True) if there.exists(key)]
+        if len(pairs) <= min(self.replicas, len(self.others)):  # a host was lost: write it again, with its replicas
+            return None
+        for here, _ in pairs:
+            here.prepare()
+        return name if all(here.adopt(there, key, name) for here, there in pairs) else None
 
 
 def connect(own: LocalStore, send_on: SendOn, replicas: int, ranks: Teams) -> HostsStore:
