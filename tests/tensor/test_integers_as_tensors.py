@@ -1,7 +1,8 @@
-"""0-d tensors that stand for integers: bounds of slices, sizes, counts, dims. One device gives what is expected."""
+"""What stands for integers (0-d tensors, numpy's, enums) as bounds, sizes, counts, dims, compared with one device."""
 
 from __future__ import annotations
 
+import enum
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -125,8 +126,51 @@ def check_lists_of_values() -> None:
     )
 
 
+class Dims(enum.IntEnum):
+    ROWS = 0
+    COLUMNS = 1
+
+
+NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
+    **{name: lambda x, n, name=name: getattr(x, name)(n) for name in ("sum", "amax", "cumsum", "softmax", "argmax")},
+    "sum, of a list": lambda x, n: x.sum([n]),
+    "renorm": lambda x, n: x.renorm(2, n, 1.0),
+    "topk": lambda x, n: x.topk(1 + n, n),
+    "cat": lambda x, n: torch.cat([x, x], dim=n),
+    "glu": lambda x, n: F.glu(x, n),
+    "roll": lambda x, n: x.roll(1, n),
+    "new_zeros": lambda x, n: x.new_zeros(n, n),
+    "layer_norm": lambda x, n: F.layer_norm(x[:, :1], (n,)),
+    "group_norm": lambda x, n: F.group_norm(x, n),
+    "max_pool2d": lambda x, n: F.max_pool2d(x[None], n),
+    "avg_pool2d": lambda x, n: F.avg_pool2d(x[None], n, stride=n),
+    "cross_entropy": lambda x, n: F.cross_entropy(x, x.argmax(1), ignore_index=n),
+    "conv2d": lambda x, n: F.conv2d(x[None, None], x[None, None, :3, :3], stride=n, groups=n),
+}
+
+
+def check_numbers_that_are_not_pythons() -> None:
+    """They are planned as Python's integers are."""
+    mesh = init_device_mesh("cpu", (2,))
+    full = torch.randn(6, 4)
+    x = distribute_tensor(full, mesh, [Shard(0)])
+    for name, call in NUMBERS.items():
+        for n in (np.int64(1), np.int32(1), Dims.COLUMNS):
+            expected = call(full, 1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                result, usual = call(x, n), call(x, 1)
+            torch.testing.assert_close(whole(result), whole(expected), msg=name)
+            for one, other in zip(*[r if isinstance(r, tuple) else (r,) for r in (result, usual)], strict=True):
+                assert one.placements == other.placements, name
+
+
 def test_a_value_that_changes_in_place_gives_another_plan() -> None:
     run_ranks(2, check_changing_values)
+
+
+def test_numbers_of_numpy_and_of_enums() -> None:
+    run_ranks(2, check_numbers_that_are_not_pythons)
 
 
 def test_lists_of_sizes_as_tensors() -> None:

@@ -14,13 +14,13 @@ import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from terrazzo._torch.dispatching import OpOverload, OpOverloadPacket, schema_of
 from terrazzo.tensor.dispatch.names import canonical_name
-from terrazzo.tensor.dispatch.structure import map_tensors
 
 _OTHER_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
 """Numpy's names for arguments, which PyTorch's C++ functions accept, and PyTorch's own."""
@@ -211,9 +211,9 @@ def place_of(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def with_integers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
-    """The arguments with integers in place of the 0-d tensors that stand for them (`x.sum(t)`, `x.view(t, -1)`).
+    """The arguments with Python's integers in place of what stands for them: 0-d tensors, numpy's, members of an enum.
 
-    None if there are none. PyTorch's C++ reads their values, on which plans depend.
+    None if there are none. PyTorch's C++ reads their values (`x.sum(t)`, `x.view(t, -1)`), on which plans depend.
     """
     value_of_any = canonical_name(func)[0] in _VALUE_OF_ANY
     given = [i for i, a in enumerate(args) if i and _holds_integer(a)]
@@ -241,9 +241,9 @@ def with_integers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return None
     new_args, new_kwargs = list(args), dict(kwargs)
     for i in given:
-        new_args[i] = map_tensors(args[i], _number)
+        new_args[i] = _numbers(args[i])
     for k in named:
-        new_kwargs[k] = map_tensors(kwargs[k], _number)
+        new_kwargs[k] = _numbers(kwargs[k])
     return new_args, new_kwargs
 
 
@@ -262,13 +262,13 @@ def _holds_integer(value: Any) -> bool:
     return _may_be_integer(value)
 
 
-def _number(value: torch.Tensor) -> Any:
+def _numbers(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(map(_numbers, value))
     return operator.index(value) if _may_be_integer(value) else value
 
 
 def _may_be_integer(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dim() == 0
-        and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
-    )
+    if not isinstance(value, torch.Tensor):
+        return type(value) not in (int, bool) and isinstance(value, Integral)
+    return value.dim() == 0 and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
