@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 
 import terrazzo._torch
 from terrazzo._torch import declared
-from terrazzo._torch.declared import TABLE, attribute, check, check_age, later, like, private, replace
+from terrazzo._torch.declared import TABLE, attribute, check, check_age, later, like, private, replace, when_imported
 from terrazzo.errors import TorchMovedError
 
 
@@ -44,6 +45,21 @@ def test_what_has_a_fallback_is_not_missed(table):
     assert "missing, they walk: ducks swim" in declared.as_text()
 
 
+def test_what_depends_on_a_module_waits_for_its_import(tmp_path, monkeypatch):
+    (tmp_path / "imported_late.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+    before = list(sys.meta_path)
+    when_imported("imported_late", lambda: seen.append(sys.modules["imported_late"].value))
+    importlib.import_module("json.tool")
+    assert seen == []
+    importlib.import_module("imported_late")
+    assert seen == [1] and sys.meta_path == before
+    when_imported("imported_late", lambda: seen.append(2))
+    assert seen == [1, 2]
+    del sys.modules["imported_late"]
+
+
 def test_only_what_is_declared_is_replaced(table):
     private("torch.nn.functional.relu", "is used")
     with pytest.raises(AssertionError, match="not declared with patched"):
@@ -69,8 +85,8 @@ def test_this_torch_has_all_of_it():
 
 def test_every_module_is_looked_at():
     modules = {module.name for module in pkgutil.iter_modules(terrazzo._torch.__path__)} - {"__main__", "declared"}
-    # With `terrazzo.graphs` and `terrazzo.launch`, and by `python -m terrazzo._torch`; with `install`.
-    late = {"graphs", "launching", "replaced"}
+    # With `flex_attention`, `terrazzo.graphs` and `terrazzo.launch`, and by `python -m terrazzo._torch`; with `install`
+    late = {"flex", "graphs", "launching", "replaced"}
     assert modules == set(terrazzo._torch.__all__) | late
 
 

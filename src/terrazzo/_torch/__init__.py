@@ -9,9 +9,10 @@ some, one `TorchMovedError` lists them all. `python -m terrazzo._torch` prints t
     autograd, dispatching           graphs and their engine; operators, dispatch and thread-local state
     groups, saving                  process groups and meshes; what torch.save writes
     devices                         devices that torch does not know by itself
-    attention, flex                 fused kernels of attention; another function in place of `flex_attention`
+    attention                       fused kernels of attention
     compiling                       marks for Dynamo
     kernels                         element-wise kernels for CUDA and ROCm, from text
+    flex                            another function in place of `flex_attention`; imported after that
     graphs                          compilers of whole programs; imported with `terrazzo.graphs`
     launching                       how torchrun starts ranks; imported with `terrazzo.launch`
     function_apply, transforms,
@@ -35,7 +36,6 @@ from terrazzo._torch import (
     devices,
     dispatching,
     exporting,
-    flex,
     function_apply,
     groups,
     kernels,
@@ -63,7 +63,6 @@ __all__ = [
     "devices",
     "dispatching",
     "exporting",
-    "flex",
     "function_apply",
     "groups",
     "kernels",

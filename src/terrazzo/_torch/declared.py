@@ -12,8 +12,12 @@ import importlib
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -78,6 +82,34 @@ def later(path: str, why: str, *, since: str = OLDEST) -> Callable[[], Any]:
     """A module that takes long to import: declared now, imported when the returned function is first called."""
     _note(path, why, since, False, "", importlib.util.find_spec(path) is not None)
     return functools.cache(functools.partial(importlib.import_module, path))
+
+
+def when_imported(module: str, run: Callable[[], None]) -> None:
+    """Call `run` when a module of torch has been imported, or now if it has been."""
+    if module in sys.modules:
+        run()
+    else:
+        sys.meta_path.insert(0, _Finder(module, run))
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, module: str, run: Callable[[], None]) -> None:
+        self._module, self._run = module, run
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != self._module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._run()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def replace(path: str, value: Any) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from terrazzo._torch import clipping, exporting, flex, function_apply, masked, optimizers, replicating, transforms
+from terrazzo._torch import clipping, exporting, function_apply, masked, optimizers, replicating, transforms
 from terrazzo._torch.compiling import stay_eager
+from terrazzo._torch.declared import when_imported
 from terrazzo.comm import captured
 from terrazzo.errors import CaptureError, DTensorArgumentError, UnsupportedCallError
 from terrazzo.tensor.api import distribute_module, distribute_tensor
@@ -33,7 +34,7 @@ def install() -> None:
     exporting.install(DTensor, refuse_export)
     replicating.install(DTensor, _refuse_replication)
     recurrent.install()
-    flex.checks.append(_refuse_flex)
+    when_imported("torch.nn.attention.flex_attention", _check_flex)
     for name in ("__torch_function__", "__torch_dispatch__", "to_local", "full_tensor", "redistribute", "backward"):
         stay_eager(getattr(DTensor, name))
     for function in (DTensor.from_local, distribute_tensor, distribute_module):
@@ -46,6 +47,12 @@ def _refuse_replication(module: nn.Module, name: str) -> None:
         "A model of fully_shard needs no DistributedDataParallel: to replicate it, give fully_shard a 2-D mesh, whose "
         "first dim replicates; this works for tensor-parallel models, too"
     )
+
+
+def _check_flex() -> None:
+    from terrazzo._torch import flex
+
+    flex.checks.append(_refuse_flex)
 
 
 def _refuse_flex(query: torch.Tensor) -> None:
