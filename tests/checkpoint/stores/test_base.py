@@ -77,6 +77,22 @@ def test_on_the_base_of_what_is_being_replaced(tmp_path: Path) -> None:
     check(path, 10)
 
 
+def test_on_a_base_whose_files_are_links(tmp_path: Path) -> None:
+    """As in Hugging Face's cache, where a file is a link to a blob of its repository."""
+    blobs, base = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "0"
+    save(state(0), checkpoint_id=blobs, no_dist=True)
+    base.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (base / file.name).symlink_to(f"../../blobs/{file.name}")
+    before = inodes(blobs)
+    for path in (tmp_path / "1", tmp_path / "hub" / "snapshots" / "1"):
+        save(state(1), checkpoint_id=path, no_dist=True, base=base)
+        assert newly_written(path, before) < 40_000
+    shutil.rmtree(blobs)
+    check(tmp_path / "1", 1)
+    check(tmp_path / "hub" / "snapshots" / "1", 1)
+
+
 class CleanedByAnother(LocalStore):
     """A folder that another save cleans just before this one commits."""
 

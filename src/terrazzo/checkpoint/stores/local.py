@@ -330,7 +330,7 @@ class LocalStore(Store):
         if not isinstance(other, LocalStore):
             return None
         try:
-            self._os.link(other._path / key, self._path / name)
+            self._os.link(os.path.realpath(other._path / key), self._path / name)  # not a link to it
         except FileExistsError:  # by another rank
             return name if os.path.samefile(other._path / key, self._path / name) else None
         except OSError:  # it is gone, or on another disk, or the file system has no hard links
