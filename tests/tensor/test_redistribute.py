@@ -229,6 +229,29 @@ def test_redistribution_across_meshes() -> None:
     run_ranks(4, across_meshes)
 
 
+def assigned_across_meshes() -> None:
+    """A value is gathered on its mesh; what ranks use of it differs along the mesh of the target."""
+    line, square = init_device_mesh(device_type(), (4,)), init_device_mesh(device_type(), (2, 2))
+    tall = init_device_mesh(device_type(), (4, 1))
+    whole, row = torch.randn(4, 6), torch.randn(6)
+    targets = [(line, [Shard(0)]), (square, [Shard(0), Shard(1)]), (square, [R, Shard(0)])]
+    values = [(line, [R]), (line, [Shard(0)]), (square, [R, Shard(0)]), (tall, [R, R]), (tall, [Shard(0), R])]
+    for (mesh, placements), (other, of_value) in product(targets, values):
+        for index in (1, slice(1, 3), [0, 2]):
+            x, y = distribute_tensor(whole, mesh, placements), distribute_tensor(row, other, of_value).requires_grad_()
+            plain, given = whole.clone(), row.clone().requires_grad_()
+            x[index], plain[index] = y, given
+            torch.testing.assert_close(x.full_tensor(), plain)
+            weight = torch.arange(24.0).view(4, 6)
+            (x * distribute_tensor(weight, mesh, [R] * mesh.ndim)).sum().backward()
+            (plain * weight).sum().backward()
+            torch.testing.assert_close(y.grad.full_tensor(), given.grad)
+
+
+def test_values_of_another_mesh_are_assigned() -> None:
+    run_ranks(4, assigned_across_meshes)
+
+
 def refusals() -> None:
     mesh, other = init_device_mesh(device_type(), (4,)), init_device_mesh(device_type(), (2, 2))
     x, y = distribute_tensor(torch.ones(4), mesh, [Shard(0)]), distribute_tensor(torch.ones(4), other, [R, R])

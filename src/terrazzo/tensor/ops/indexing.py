@@ -183,7 +183,7 @@ def _picked(target: DTensor, index: Sequence[Any]) -> DTensor:
         for p in layout.placements
     ]
     kept = layout.with_placements(placements, layout.order)
-    local = _for_varying(target, kept, kept.varying)
+    local = _for_varying(target, kept, kept)
     if not local.numel() and 0 not in shape:
         _check_bounds(items, layout)
     picked = _own_strides(local[tuple(items)])
@@ -191,12 +191,15 @@ def _picked(target: DTensor, index: Sequence[Any]) -> DTensor:
     return wrap(picked, Layout.of(layout.mesh, placed, shape, layout.order))
 
 
-def _for_varying(value: DTensor, wanted: Layout, varying: tuple[int, ...]) -> torch.Tensor:
-    """This rank's part under `wanted`, of which ranks use other elements along the mesh dims `varying`."""
-    have = value._layout
-    local = redistribute_local(value._local, have, wanted, varying)
-    dims = tuple(m for m in varying if wanted.placements[m].is_replicate() and not have.placements[m].is_shard())
-    return cast_fresh(local, dims, have.mesh) if dims and local.requires_grad and torch.is_grad_enabled() else local
+def _for_varying(value: DTensor, wanted: Layout, used: Layout) -> torch.Tensor:
+    """This rank's part under `wanted`; ranks use other elements of it along what `used`, of any mesh, varies."""
+    have, dims = value._layout, used.varying
+    if have.mesh is used.mesh:
+        local = redistribute_local(value._local, have, wanted, dims)
+        dims = tuple(m for m in dims if wanted.placements[m].is_replicate() and not have.placements[m].is_shard())
+    else:
+        local = redistribute_local(value._local, have, wanted)
+    return cast_fresh(local, dims, used.mesh) if dims and local.requires_grad and torch.is_grad_enabled() else local
 
 
 def _check_bounds(items: Sequence[Any], layout: Layout) -> None:
@@ -396,7 +399,7 @@ def _my_part(value: Any, wanted: Layout | None, region: Sequence[int], mine: Seq
         return value
     if isinstance(value, DTensor):
         assert wanted is not None
-        local = _for_varying(value, wanted, layout.varying)
+        local = _for_varying(value, wanted, layout)
     else:
         local = value
     if not mine:
