@@ -390,5 +390,25 @@ def outs_of_another_type() -> None:
         torch.cat([numbers, distribute_tensor(torch.zeros(2), mesh, [Replicate()])], out=numbers)
 
 
+def norms_in_a_wider_type() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.randn(4, 6)
+    wide = torch.float64
+    for placement in (Shard(0), Shard(1), R):
+        mine = distribute_tensor(whole, mesh, [placement])
+        for call in (
+            lambda x: x.norm(dtype=wide),
+            lambda x: x.norm(2, 0, False, wide),
+            lambda x: torch.norm(x, 3, 0, dtype=wide),
+            lambda x: torch.norm(x, 2, 1, False, None, wide),
+            lambda x: torch.linalg.vector_norm(x, dtype=wide),
+        ):
+            torch.testing.assert_close(call(mine).full_tensor(), call(whole))
+
+
+def test_norms_in_a_wider_type() -> None:
+    run_ranks(2, norms_in_a_wider_type)
+
+
 def test_outs_of_another_type() -> None:
     run_ranks(2, outs_of_another_type)

@@ -238,7 +238,7 @@ def vector_norm(
             local, axis = _input_of(loc, kw), axis_of_terms(out)
             if axis.size == 1 or not (local.is_floating_point() or local.is_complex()):
                 return func(*loc, **kw)  # raises the operation's own error for integers
-            result = given_type(func, loc, kw)
+            result = given_type(func, loc, kw) if dtype is None else dtype
             if empty:
                 real = working_type(result).to_real()
                 norms = torch.full(out.local_shape, norm_of_nothing(order), dtype=real, device=local.device)
@@ -260,6 +260,8 @@ def vector_norm(
 def norm(
     call: Call, input: Operand, p: Any = 2, dim: Ints = None, keepdim: bool = False, out: Any = None, dtype: Any = None
 ) -> Spec | None:
+    if isinstance(out, torch.dtype):  # Tensor.norm has no `out`
+        dtype = out
     if p == "fro" and dim is not None and len(reduced_dims(dim, input.ndim)) > 2:
         return None
     return vector_norm(call, input, 2 if p == "fro" else p, dim, keepdim, dtype=dtype)
