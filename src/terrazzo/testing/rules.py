@@ -24,7 +24,7 @@ from terrazzo.tensor.dispatch.plain import describe
 from terrazzo.tensor.dispatch.spec import Chosen, Spec
 from terrazzo.tensor.dispatch.structure import map_tensors
 from terrazzo.tensor.dtensor import wrap
-from terrazzo.tensor.ops.table import apply_rule
+from terrazzo.tensor.ops.table import apply_rule, operation
 
 _R, _SUM = Replicate(), Partial()
 _WITH_TERMS = (torch.float32, torch.float64, torch.complex64, torch.complex128)  # others round too much to compare
@@ -95,7 +95,10 @@ def check_rule(
     report = RuleReport(*(tuple(sorted(map(_shown, ways))) for ways in (right, wrong, missing)))
     name = canonical_name(function)[0]
     if not allowed:
-        raise AssertionError(f"the rule of {name} does not fit this call: its tensors would be gathered first")
+        if function not in OVERRIDES and (how := operation(name).how) != "rule":
+            raise AssertionError(f"{name} has no rule ({how}): register_loops gives it one")
+        shapes = ", ".join(str(tuple(t.shape)) for t in check.tensors)
+        raise AssertionError(f"the rule of {name} does not fit tensors of shape {shapes}: they would be gathered first")
     found = [f"wrong: {way}, whose parts do not make up the result of one device" for way in report.wrong]
     found += [f"missing: {way}" for way in report.missing if not missing_ok]
     if found:
@@ -148,7 +151,10 @@ class _Check:
         spec, _ = self.spec(ins)
         assert spec is not None
         functions = [self.function] * self.ranks if spec.localize is None else self.localized(spec, ins, outs)
-        parts = self.run(functions, ins)
+        try:
+            parts = self.run(functions, ins)
+        except Exception as error:
+            raise AssertionError(f"wrong: {_shown((ins, outs))}, of whose parts the operation says: {error}") from error
         return all(self.fits(j, [part[j] for part in parts], out) for j, out in enumerate(outs))
 
     def localized(

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from terrazzo.errors import DTensorArgumentError, DTensorError
 from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.debug import CommDebugMode
-from terrazzo.tensor.experimental import register_decomposition, register_loops, unregister_sharding
+from terrazzo.tensor.experimental import register_decomposition, register_loops, register_sharding, unregister_sharding
 from terrazzo.testing import check_rule
 
 
@@ -126,8 +126,38 @@ def test_a_wrong_and_a_missing_loop_are_found():
         register_loops(op, "mk -> mk", whole="k", linear="each")
         report = check_rule(op, x)
         assert set(report.right) == {"R -> R", "S(0) -> S(0)", "P(sum) -> P(sum)"}
-        with pytest.raises(AssertionError, match="does not fit this call: its tensors would be gathered"):
+        with pytest.raises(AssertionError, match=r"does not fit tensors of shape \(2, 4, 6\): they would"):
             check_rule(op, torch.randn(2, 4, 6), missing_ok=True)
+        with pytest.raises(DTensorError, match=r"has operands 0 to 0, but linear=\[\(0, 3\)\] names others"):
+            register_loops(op, "mk -> mk", linear=[(0, 3)])
+        for said, pairs in (
+            (r"wrong: S\(0\) -> S\(1\), whose parts", [([Shard(1)], [Shard(0)])]),
+            ("must return pairs of lists, .* it returned None", None),
+            ("must return pairs of lists, .* it returned", [(Shard(0), Shard(0))]),
+            ("must return pairs of lists, .* it returned", [[Shard(0)], [Shard(0)]]),
+        ):
+            register_sharding(op)(lambda x, pairs=pairs: pairs)
+            with pytest.raises((AssertionError, DTensorError), match=said):
+                check_rule(op, x)
+    finally:
+        unregister_sharding(op)
+    with pytest.raises(AssertionError, match="terrazzo_wrong::centred has no rule .replicate.: register_loops"):
+        check_rule(op, x)
+
+
+def test_parts_that_an_operation_refuses_are_wrong():
+    @torch.library.custom_op("terrazzo_wrong::scaled", mutates_args=())
+    def scaled(x: torch.Tensor, w: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return scale * (x @ w)
+
+    scaled.register_fake(lambda x, w, *, scale=1.0: x.new_empty(len(x), w.shape[1]))
+    with pytest.raises(DTensorError, match=r"CustomOpDef.*: pass an overload, one of \['default'\]"):
+        register_loops(scaled, "mk, kn -> mn", sums="k")
+    op = torch.ops.terrazzo_wrong.scaled.default
+    register_sharding(op)(lambda x, w, *, scale=1.0: [([Shard(1)], [Shard(1), Replicate()])])
+    try:
+        with pytest.raises(AssertionError, match=r"wrong: S\(1\) R -> S\(1\), of whose parts .*cannot be multiplied"):
+            check_rule(op, torch.randn(4, 6), torch.randn(6, 8), scale=2.0)
     finally:
         unregister_sharding(op)
 

@@ -186,10 +186,11 @@ def _register(op: Function | Sequence[Function], rule: Any) -> None:
 def _as_ops(op: Any) -> tuple[Any, ...]:
     ops = (op,) if callable(op) else tuple(op)
     for each in ops:
-        if isinstance(each, OpOverloadPacket) or not callable(each):
+        if isinstance(each, (OpOverloadPacket, torch.library.CustomOpDef)) or not callable(each):
+            overloads = each.overloads() if isinstance(each, OpOverloadPacket) else ["default"]
             raise DTensorError(
                 f"register_sharding takes operators such as torch.ops.aten.relu.default, not {each!r}"
-                + (f": pass an overload, one of {each.overloads()}" if isinstance(each, OpOverloadPacket) else "")
+                + (f": pass an overload, one of {overloads}" if callable(each) else "")
             )
         if isinstance(each, OpOverload) and writes_arguments(each):
             raise DTensorError(f"register_sharding: {each} writes its arguments; register its functional form instead")
@@ -219,13 +220,18 @@ def _rule_of(strategy: Strategy) -> Callable[..., Spec]:
     def rule(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Spec:
         shapes = _output_shapes(call.func, args, kwargs)
         pairs = strategy(*call.args, **call.kwargs)
-        if not pairs:
+        if not pairs or not all(map(_is_pair, pairs)):
             raise DTensorError(
-                f"the sharding function registered for {call.func} returned no pairs for operands {list(call.operands)}"
+                f"the sharding function registered for {call.func} must return pairs of lists, the placements of the "
+                f"outputs and those of the arguments; for operands {list(call.operands)} it returned {pairs}"
             )
         return _spec_of(call, pairs, shapes)
 
     return rule
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and [isinstance(side, (list, tuple)) for side in value] == [True, True]
 
 
 def _spec_of(call: Call, pairs: Pairs, shapes: Sequence[tuple[int, ...]]) -> Spec:

@@ -136,4 +136,6 @@ def loops(
     if isinstance(linear, str) and linear not in groups:
         raise DTensorArgumentError(f"linear must be 'each', 'together' or groups of operands, not {linear!r}")
     chosen = groups[linear] if isinstance(linear, str) else linear
+    if any(not 0 <= i < count for group in chosen for i in group):
+        raise DTensorArgumentError(f'"{text}" has operands 0 to {count - 1}, but linear={linear} names others')
     return Loops(text, *parsed, reductions, frozenset(whole), tuple(tuple(group) for group in chosen))
