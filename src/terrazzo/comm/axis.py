@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._torch.dispatching import unseen
 from terrazzo._torch.groups import backend_of, default_group, device_types, has_groups, is_alive, make_group
 from terrazzo._torch.groups import time_limit as time_limit_of
 from terrazzo.comm.mesh import when_groups_end
@@ -206,14 +207,14 @@ def _meet(ranks: tuple[int, ...], name: str) -> None:
     if cpu not in device_types(default) or backend_of(default, cpu).name() != "gloo":
         return  # connections of others are made by the first collective
     tag = _MEETING + zlib.crc32(name.encode()) % (1 << 28)  # threads make groups at the same time
-    with real_values():
+    works = []
+    with unseen():  # the program has no such messages
         sent = torch.zeros(1, dtype=torch.uint8, device=cpu)
         received = {rank: torch.zeros_like(sent) for rank in ranks if rank != here}
-    works = []
-    for rank, into in received.items():
-        with _naming(rank, ranks):
-            works.append((rank, default.send([sent], rank, tag)))
-            works.append((rank, default.recv([into], rank, tag)))
+        for rank, into in received.items():
+            with _naming(rank, ranks):
+                works.append((rank, default.send([sent], rank, tag)))
+                works.append((rank, default.recv([into], rank, tag)))
     for rank, work in works:
         with _naming(rank, ranks):
             work.wait()

@@ -9,11 +9,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.tensor as theirs
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import CommDebugMode as TheirMode
 from torch.utils.checkpoint import checkpoint
 
 from ranks import run_ranks
 from terrazzo.comm import add_observer, remove_observer
+from terrazzo.comm.axis import axis_beside, axis_of
 from terrazzo.fsdp import fully_shard
 from terrazzo.tensor import (
     DTensor,
@@ -175,6 +177,11 @@ def check_messages_of_fully_shard():
         for work in works:
             work.wait()
     assert mode.get_comm_counts() == {"send": 1}
+    # Those by which ranks meet before a group of theirs is made are not.
+    axis = axis_of(DeviceMesh.from_group(dist.new_group(), "cpu"), (0,))
+    with mode:
+        axis_beside(axis)
+    assert mode.get_total_counts() == 0
 
 
 def check_recomputation_belongs_to_its_module():
