@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+import terrazzo
 from ranks import run_ranks
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp import fully_shard, register_fsdp_pipeline_stage
@@ -41,7 +42,10 @@ def stages_of(kind: str, rank: int, ranks: int) -> list[int]:
     return [rank, rank + ranks]
 
 
-def check_schedules() -> None:
+def check_schedules(installed: bool) -> None:
+    """Under `install()` stages know sharded modules, also those that are sharded afterwards."""
+    if installed:
+        terrazzo.install()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     for kind, reshard in (
@@ -59,10 +63,11 @@ def check_schedules() -> None:
         stages = []
         for index in mine:
             part: Any = parts[index]
+            stage = PipelineStage(part, index, count, torch.device("cpu"), group=mesh.get_group("pp"))
             fully_shard(part.up, mesh=mesh["dp"], reshard_after_forward=reshard)
             fully_shard(part, mesh=mesh["dp"], reshard_after_forward=reshard)
-            stage = PipelineStage(part, index, count, torch.device("cpu"), group=mesh.get_group("pp"))
-            register_fsdp_pipeline_stage(stage)
+            if not installed:
+                register_fsdp_pipeline_stage(stage)
             stages.append(stage)
         make: Any = getattr(schedules, f"Schedule{kind}")
         schedule = make(stages if count > 2 else stages[0], n_microbatches=MICRO_BATCHES, loss_fn=loss_of)
@@ -89,5 +94,6 @@ def check_schedules() -> None:
         register_fsdp_pipeline_stage(plain)
 
 
-def test_gradients_of_every_schedule_are_those_of_one_process():
-    run_ranks(4, check_schedules)
+@pytest.mark.parametrize("installed", [False, True])
+def test_gradients_of_every_schedule_are_those_of_one_process(installed):
+    run_ranks(4, check_schedules, installed)

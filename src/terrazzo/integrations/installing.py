@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 
 from terrazzo._torch.replaced import Replacement, replace, restore
+from terrazzo.fsdp.pipelining import STAGE_METHODS
 from terrazzo.integrations.compiling import compiling
 from terrazzo.integrations.translating import is_helper, refusing, translated, without_our_placements
 from terrazzo.layout.drawing import Shown
@@ -215,6 +216,10 @@ def _helpers(public: list[types.ModuleType], before: list[Replacement]) -> list[
         set_up = spec.__post_init__
         full = "torch.distributed.tensor._dtensor_spec.DTensorSpec"
         result.append(Replacement(spec, "__post_init__", set_up, without_our_placements(full, set_up)))
+    stage = getattr(_module("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    if stage is not None:
+        for name, make in STAGE_METHODS.items():
+            result.append(Replacement(stage, name, getattr(stage, name), make(getattr(stage, name))))
     # Libraries compare the addresses of parameters to find shared ones; PyTorch's DTensors have address 0.
     result.append(Replacement(NoRawAccess, "data_ptr", NoRawAccess.data_ptr, lambda self: 0))
     return result
