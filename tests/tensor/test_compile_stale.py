@@ -21,6 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import typing_extensions
@@ -234,7 +235,9 @@ def test_another_way_through_the_program_costs_one_graph_and_what_it_does_not_re
 
 
 SEEN = {1.0}
-QUEUE = deque([1.0])
+QUEUE: deque[Any] = deque([1.0])
+ARRAY = np.ones(1)
+MANY = set(range(1001))
 VARIABLE: ContextVar[float] = ContextVar("variable", default=1.0)
 
 
@@ -244,6 +247,23 @@ def by_set(x: torch.Tensor) -> torch.Tensor:
 
 def by_deque(x: torch.Tensor) -> torch.Tensor:
     return x * QUEUE[0]
+
+
+def by_item(x: torch.Tensor) -> torch.Tensor:
+    return x * QUEUE[-1].scale
+
+
+def by_array(x: torch.Tensor) -> torch.Tensor:
+    return x * float(ARRAY[0])
+
+
+def by_many(x: torch.Tensor) -> torch.Tensor:
+    return x * (1.0 if 0 in MANY else 2.0)
+
+
+def adding(x: torch.Tensor) -> torch.Tensor:
+    SEEN.add(2.0)
+    return x * 2
 
 
 def by_context(x: torch.Tensor) -> torch.Tensor:
@@ -286,7 +306,31 @@ def test_what_a_thread_or_a_context_has_set_is_compared():
     assert by_local(torch.ones(2)).tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("function", "what"), [(by_set, "SEEN"), (by_deque, "QUEUE")])
+def test_sets_and_deques_are_compared():
+    for function, change, undo in (
+        (by_set, functools.partial(SEEN.add, 2.0), functools.partial(SEEN.remove, 2.0)),
+        (by_deque, functools.partial(QUEUE.appendleft, 3.0), QUEUE.popleft),
+    ):
+        fast = terrazzo.compile(function, backend="aot_eager", fullgraph=True)
+        for _ in range(3):
+            assert fast(torch.ones(2)).tolist() == [1.0, 1.0]
+        assert [graph.calls for graph in terrazzo.compile_report(fast).graphs] == [3]
+        change()
+        assert fast(torch.ones(2)).tolist() == [3.0, 3.0]
+        undo()
+        assert fast(torch.ones(2)).tolist() == [1.0, 1.0]
+    item = types.SimpleNamespace(scale=1.0)
+    QUEUE.append(item)
+    fast = terrazzo.compile(by_item, backend="aot_eager", fullgraph=True)
+    for item.scale in (1.0, 2.0, 1.0):
+        assert fast(torch.ones(2)).tolist() == [item.scale] * 2
+    QUEUE.pop()
+    with pytest.raises(CaptureError, match="it changes .*SEEN"):
+        terrazzo.compile(adding, backend="aot_eager", fullgraph=True)(torch.ones(2))
+    assert SEEN == {1.0}
+
+
+@pytest.mark.parametrize(("function", "what"), [(by_array, "ARRAY"), (by_many, "MANY")])
 def test_what_cannot_be_compared_is_refused_with_its_place(function, what):
     with pytest.raises(CaptureError, match=f"it uses {what} in the function at .*test_compile_stale.py") as info:
         terrazzo.compile(function, backend="aot_eager", fullgraph=True)(torch.ones(2))

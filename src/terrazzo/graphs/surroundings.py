@@ -47,7 +47,7 @@ _TABLES = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _MOST_ITEMS = 1000  # a longer list or dict is taken for data, not settings
-_UNCOMPARABLE = (set, deque, bytearray, array.array, np.ndarray)
+_UNCOMPARABLE = (set, deque, bytearray, array.array, np.ndarray)  # sets and deques, if they are long or subclasses
 _OBSERVERS = (logging.Logger.handle.__code__, warnings._showwarnmsg.__code__)  # type: ignore[attr-defined]
 _ANY_NAME = frozenset(("getattr", "vars", "__dict__", "attrgetter"))  # what reads attributes that code does not name
 
@@ -167,6 +167,24 @@ class _Variable(_Cell):
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.cell.set(value)
+
+
+class _Elements(_Cell):
+    """The elements of a set or deque, as a mapping with one name: the same tuple until they change."""
+
+    def __init__(self, cell: Any) -> None:
+        self.cell = cell
+        self._seen: tuple[Any, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        now = tuple(self.cell)
+        if len(now) != len(self._seen) or not all(map(is_, now, self._seen)):
+            self._seen = now
+        return self._seen
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cell.clear()
+        (self.cell.update if isinstance(self.cell, set) else self.cell.extend)(value)
 
 
 class _Attributes:
@@ -342,6 +360,9 @@ class Surroundings:
             own, names = _Attributes(value), vars(value).keys()
             self._sized.append(own)  # an attribute may be new there
             self._named(label, own, set(names) if self._any_name else self._names & names)
+        elif type(value) in (set, deque) and len(value) <= _MOST_ITEMS:
+            elements = _Elements(value)
+            self._value(label, elements, label, elements[label])
         elif isinstance(value, _UNCOMPARABLE):
             if self.uncomparable is None:
                 self.uncomparable = label, type(value).__name__
