@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import terrazzo
 from ranks import fresh_values
@@ -110,7 +112,19 @@ def checkpointed() -> None:
         model[i].compile(**OPTIONS)
     trains_as(make(), model, model)
     assert calls(*model) == [[3], [3]]
+    # A policy that saves some results and recomputes others, in two regions of one graph.
+    choose = partial(create_selective_checkpoint_contexts, saves_products)
+    blocks = [checkpoint_wrapper(parallelize_module(block, mesh, PLAN), context_fn=choose) for block in make()]
+    model = nn.Sequential(nn.Sequential(*blocks))
+    model[0].compile(**OPTIONS)
+    trains_as(make(), model, model)
+    assert calls(*model) == [[3]]
     terrazzo.uninstall()
+
+
+def saves_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = operation is torch.ops.aten.mm.default or operation is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def by_names(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ block that made a setting has ended. With other settings it would compute someth
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -19,6 +20,11 @@ _FRAME = "torch.utils.checkpoint._CheckpointFrame.__init__"  # made in the forwa
 _FORWARD = "torch.utils.checkpoint.CheckpointFunction.forward"  # of reentrant checkpointing
 _plain_init: Any = private(_FRAME, _WHY, patched=True)
 _plain_forward: Any = private(_FORWARD, _WHY, patched=True)
+_SELECTIVE = "torch.utils.checkpoint._CachingTorchDispatchMode.__init__"  # one for each forward of a region
+_plain_selective: Any = private(
+    _SELECTIVE, "terrazzo.compile's graphs hold selectively checkpointed regions", patched=True
+)
+_regions = itertools.count()
 
 _carried: list[tuple[Callable[[], Any], Callable[[Any], AbstractContextManager[Any]]]] = []
 
@@ -67,5 +73,13 @@ def _forward(ctx: Any, run_function: Any, *args: Any) -> Any:
     return outputs
 
 
+def _selective(self: Any, *args: Any, **kwargs: Any) -> None:
+    """With a number, as torch.compile gives one: PyTorch's partitioner compares those of neighbouring regions."""
+    _plain_selective(self, *args, **kwargs)
+    if getattr(self, "ac_graph_id", 0) is None:  # torch 2.11 has none
+        self.ac_graph_id = next(_regions)
+
+
+replace(_SELECTIVE, like(_selective, _plain_selective))
 replace(_FRAME, like(_init, _plain_init))
 replace(_FORWARD, staticmethod(like(_forward, _plain_forward)))
