@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from checkpoint.fuzz import VALUES, asked_for_too_much, bounded
 from ranks import run_ranks
-from terrazzo.checkpoint import DefaultSavePlanner, FileSystemWriter, load, save
+from terrazzo.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, load, save
 from terrazzo.checkpoint.formats import DCPReader, DCPWriter, detect
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA
 from terrazzo.checkpoint.formats.torch_archive import value_of
@@ -106,6 +106,20 @@ def test_what_torch_wrote_is_loaded(serialization: SerializationFormat, one_file
     state = blank(expected)
     load(state, checkpoint_id=tmp_path)
     assert_same(state, expected)
+
+
+def test_programs_that_name_a_reader_load_what_torch_wrote(tmp_path: Path) -> None:
+    """Under `install()` a program for PyTorch has this reader; one that it has derived from it is left as it is."""
+    torch_save(values(), tmp_path / "theirs")
+    save(values(), checkpoint_id=tmp_path / "ours")
+    for name in ("theirs", "ours"):
+        for reader, place in ((FileSystemReader(tmp_path / name), None), (FileSystemReader(tmp_path), tmp_path / name)):
+            state = blank(values())
+            load(state, checkpoint_id=place, storage_reader=reader)
+            assert_same(state, values())
+    own = type("Own", (FileSystemReader,), {})(tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match="no committed checkpoint"):
+        load(blank(values()), storage_reader=own)
 
 
 def test_what_is_written_torch_loads(tmp_path: Path) -> None:
