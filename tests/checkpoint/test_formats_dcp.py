@@ -21,7 +21,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from checkpoint.fuzz import VALUES, asked_for_too_much, bounded
 from ranks import run_ranks
-from terrazzo.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, load, save
+from terrazzo.checkpoint import (
+    Checkpoint,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    load,
+    save,
+)
+from terrazzo.checkpoint._fsspec_filesystem import FsspecReader
 from terrazzo.checkpoint.formats import DCPReader, DCPWriter, detect
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA
 from terrazzo.checkpoint.formats.torch_archive import value_of
@@ -108,18 +116,30 @@ def test_what_torch_wrote_is_loaded(serialization: SerializationFormat, one_file
     assert_same(state, expected)
 
 
+def check_named_readers(folder: str) -> None:
+    """Under `install()` a program for PyTorch has these readers, and may have saved with PyTorch before."""
+    own = type("Own", (FileSystemReader,), {})
+    for name in ("theirs", "ours"):
+        place = Path(folder, name)
+        readers = [FileSystemReader(place), own(place), FsspecReader(f"file://{place}")]
+        for reader in readers:
+            for no_dist in (False, True):
+                state = blank(values())
+                load(state, storage_reader=reader, no_dist=no_dist)
+                assert_same(state, values())
+        state = blank(values())
+        load(state, storage_reader=FileSystemReader(folder), checkpoint_id=place)
+        assert_same(state, values())
+        described = FileSystemReader(place).read_metadata().state_dict_metadata
+        assert Checkpoint(own(place)).keys() == described.keys()
+    with pytest.raises(CheckpointError, match="no committed checkpoint"):
+        FileSystemReader(folder).read_metadata()
+
+
 def test_programs_that_name_a_reader_load_what_torch_wrote(tmp_path: Path) -> None:
-    """Under `install()` a program for PyTorch has this reader; one that it has derived from it is left as it is."""
     torch_save(values(), tmp_path / "theirs")
     save(values(), checkpoint_id=tmp_path / "ours")
-    for name in ("theirs", "ours"):
-        for reader, place in ((FileSystemReader(tmp_path / name), None), (FileSystemReader(tmp_path), tmp_path / name)):
-            state = blank(values())
-            load(state, checkpoint_id=place, storage_reader=reader)
-            assert_same(state, values())
-    own = type("Own", (FileSystemReader,), {})(tmp_path / "theirs")
-    with pytest.raises(CheckpointError, match="no committed checkpoint"):
-        load(blank(values()), storage_reader=own)
+    run_ranks(2, check_named_readers, str(tmp_path))
 
 
 def test_what_is_written_torch_loads(tmp_path: Path) -> None:

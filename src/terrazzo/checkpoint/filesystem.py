@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from terrazzo.checkpoint.formats.registry import find
 from terrazzo.checkpoint.formats.torch_storage import finish_as_torch, writer_of_torch
 from terrazzo.checkpoint.metadata import Metadata
 from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.native.rows import Target
 from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
 from terrazzo.checkpoint.native.writer import WriteOptions
 from terrazzo.checkpoint.run.staging import BlockingAsyncStager
 from terrazzo.checkpoint.storage import WriteResult
 from terrazzo.checkpoint.stores import Store, is_url, store_at
-from terrazzo.errors import CheckpointExistsError, UnsupportedValueError
+from terrazzo.errors import CheckpointExistsError, CheckpointNotFoundError, UnsupportedValueError
 
 __all__ = ["FileSystemReader", "FileSystemWriter"]
 
@@ -142,8 +145,46 @@ class FileSystemWriter(BlockingAsyncStager, _InFolder, NativeWriter):
 
 
 class FileSystemReader(_InFolder, NativeReader):
-    """Reads checkpoints in terrazzo's format from folders and URLs."""
+    """Reads checkpoints from folders and URLs: in terrazzo's format, and in another that is found there instead.
+
+    Programs for PyTorch name a reader, also for what PyTorch has saved.
+    """
+
+    _other: Any = None  # the reader of a checkpoint of another format, of which users may add some
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None, *, verify: bool = True) -> None:
         super().__init__(self._open_store(path), verify=verify)
         self.path = self._path(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        self._other = None
+
+    def read_metadata(self) -> Metadata:
+        self._manifest = self._other = None
+        try:
+            return super().read_metadata()
+        except CheckpointNotFoundError:
+            found = find(self.store)
+            if found is None or found[0].name == "native":  # of a run, whose folder this is
+                raise
+            self._other = found[0].reader(found[1])
+        return self._other.read_metadata()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator)
+        if self._other is not None:
+            self._other.set_up_storage_reader(metadata, is_coordinator)
+
+    def fill(self, targets: Sequence[Target]) -> None:
+        if self._other is None:
+            super().fill(targets)
+        else:
+            self._other.fill(targets)
+            self.bytes_read = self._other.bytes_read
+
+    def values(self, names: Sequence[str], allow_pickle: bool) -> Iterator[io.BytesIO]:
+        return super().values(names, allow_pickle) if self._other is None else self._other.values(names, allow_pickle)
+
+    def digests(self) -> dict[str, bytes]:
+        return super().digests() if self._other is None else {}

@@ -8,25 +8,21 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from terrazzo._meant import meant, meant_beside
-from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
-from terrazzo.checkpoint.listing import Listing
+from terrazzo.checkpoint.formats.format import Format, Found
 from terrazzo.checkpoint.native.format import MANIFEST
-from terrazzo.checkpoint.native.listing import NativeListing
-from terrazzo.checkpoint.native.names import check_is_newest, named_by_latest
-from terrazzo.checkpoint.native.verify import verify_store
+from terrazzo.checkpoint.native.names import named_by_latest
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import CheckpointExistsError, CheckpointFormatError, CheckpointNotFoundError, TerrazzoError
 
 # In the order in which they are tried; the first that finds a checkpoint is used. terrazzo's own ones are imported when
 # they are tried: most checkpoints are native, and the others have many modules.
 _formats: dict[str, Format | str] = {
-    "native": "registry:Native",
+    "native": "native:Native",
     "dcp": "dcp:DCP",
     "deepspeed": "deepspeed.format:DeepSpeed",
     "huggingface": "huggingface.format:HuggingFace",
@@ -193,40 +189,3 @@ def _check_there(place: Place) -> None:
         what = "neither a file nor a folder" if place.exists() else "nothing"
         close = "" if place.local is None else meant_beside(place.local)
         raise CheckpointNotFoundError(f"there is {what} at {place}{close}")
-
-
-# ------------------------------------------------------------------ terrazzo's own format
-
-
-if TYPE_CHECKING:
-    from terrazzo.checkpoint.storage import StorageReader
-
-
-class Native(Format):
-    """A folder with a manifest; or a run's folder, whose `latest` names one."""
-
-    name = "native"
-
-    def find(self, found: Found) -> Place | None:
-        if found.has(MANIFEST):
-            check_is_newest(found.place.local)
-            return found.place
-        return next((folder for folder in found.latest if (folder / MANIFEST).is_file()), None)
-
-    def reader(self, place: Place) -> StorageReader:
-        from terrazzo.checkpoint.filesystem import FileSystemReader
-        from terrazzo.checkpoint.native.storage import NativeReader
-
-        return FileSystemReader(place.path) if place.is_named else NativeReader(place.store)
-
-    def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
-        from terrazzo.checkpoint.formats.source import Source, copy_checkpoint
-        from terrazzo.checkpoint.native.storage import NativeWriter
-
-        copy_checkpoint(Source(reader), NativeWriter(target.store, overwrite=how.overwrite), how)
-
-    def listing(self, place: Place) -> Listing:
-        return NativeListing(place.store)
-
-    def verify(self, place: Place, progress: Callable[[int], None]) -> Checked:
-        return Checked(verify_store(place.store, progress))

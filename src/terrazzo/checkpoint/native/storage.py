@@ -174,11 +174,11 @@ class NativeReader(TargetReader):
         self._manifest = committed_manifest(self.store)
         return self._described()
 
-    def root(self) -> bytes:
-        """The root of the checkpoint that is there now, for `use_root` of readers on other ranks."""
+    def root(self) -> bytes | None:
+        """The root of the checkpoint that is there now, for `use_root` of readers on other ranks; None if it has none,
+        being of another format."""
         self.read_metadata()
-        assert self._manifest is not None
-        return bytes(self._manifest.data)
+        return None if self._manifest is None else bytes(self._manifest.data)
 
     def use_root(self, data: bytes) -> Metadata:
         """Read the checkpoint of this root, which another rank's `root` returned, and no later one."""

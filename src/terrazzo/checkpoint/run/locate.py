@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from terrazzo._meant import refused
-from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from terrazzo.checkpoint.filesystem import FileSystemWriter
 from terrazzo.checkpoint.formats.torch_storage import usable_reader, usable_writer
 from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter
@@ -45,8 +45,7 @@ def find_writer(
 def find_reader(
     reader: StorageReader | None, checkpoint_id: str | os.PathLike[str] | None, store: Store | None = None
 ) -> StorageReader:
-    """The reader to use, reset for a load. Without a given reader, the format of the checkpoint decides, and with a
-    `FileSystemReader`, too: programs for PyTorch pass it, perhaps for checkpoints that PyTorch has saved.
+    """The reader to use, reset for a load. Without a given reader, the format of the checkpoint decides.
 
     Raises a `CheckpointNotFoundError`, or a `CheckpointIOError` if the store cannot be read.
     """
@@ -61,21 +60,8 @@ def find_reader(
         checkpoint_id = None  # the reader has it, and may have followed `latest`
     else:
         reader = usable_reader(reader)
-        if type(reader) is FileSystemReader:
-            other = _of_another_format(reader.path if checkpoint_id is None else checkpoint_id)
-            if other is not None:
-                reader, checkpoint_id = other, None
     reader.reset(checkpoint_id)
     return reader
-
-
-def _of_another_format(checkpoint_id: str | os.PathLike[str]) -> StorageReader | None:
-    """A reader of the checkpoint, if there is one that is not in terrazzo's format."""
-    from terrazzo.checkpoint.formats.registry import find
-
-    with opening(checkpoint_id):
-        found = find(checkpoint_id)
-        return None if found is None or found[0].name == "native" else found[0].reader(found[1])
 
 
 def reader_for(checkpoint_id: str | os.PathLike[str] | Store | Place) -> StorageReader:
