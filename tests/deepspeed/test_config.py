@@ -30,7 +30,7 @@ from terrazzo.engine import EngineConfig, initialize
 from terrazzo.engine.config import OptimizerConfig, read_config
 from terrazzo.engine.deepspeed_keys import KEYS, SECTIONS
 from terrazzo.engine.optim import make_optimizer
-from terrazzo.errors import EngineConfigError
+from terrazzo.errors import EngineCallError, EngineConfigError
 from terrazzo.tensor.debug import CommDebugMode
 
 HERE = Path(__file__).parent
@@ -403,6 +403,8 @@ def check_unmanaged() -> None:
     for stage in (0, 2):
         options = config(stage, gradient_accumulation_steps=2, managed_gradient_accumulation=False)
         engine = initialize(make_model(), config=options)
+        with pytest.raises(EngineCallError, match="each step\\(\\) ends a step"):
+            engine.set_gradient_accumulation_boundary(False)
         losses = []
         for x, y in batches(STEPS):
             total = torch.zeros(())

@@ -581,6 +581,7 @@ def check_refusals() -> None:
     for key, options in (
         ("sequence_parallel_size", {"sequence_parallel_size": 2}),
         ("tensor_parallel.autotp_size", {"tensor_parallel": {"autotp_size": 2}}),
+        ("managed_gradient_accumulation", {"managed_gradient_accumulation": False}),
     ):
         with pytest.raises(EngineConfigError, match=f"{key} does not support pipeline"):
             build(stage(own), **options)

@@ -111,6 +111,11 @@ def initialize(
                 "config: tensor_parallel.autotp_size does not support pipeline stages: cut their modules with "
                 "terrazzo.tensor.parallel.parallelize_module"
             )
+        if not checked.managed_gradient_accumulation:
+            raise EngineConfigError(
+                "config: managed_gradient_accumulation does not support pipelines, in which train_batch ends a step: "
+                "leave it out"
+            )
         ranks = RankRoles.of(mesh, data_dim, pipeline_dim, checked)
         trained = _pipeline(as_stages(model), pipeline, loss_fn, ranks, tied or {})
     if ignored.warned and dist.get_rank() == 0:

@@ -70,7 +70,7 @@ _TOP = {
     "train_batch_size": _done(),
     "train_micro_batch_size_per_gpu": _done(),
     "gradient_accumulation_steps": _done(),
-    "managed_gradient_accumulation": _done("false: every `step()` ends a step"),
+    "managed_gradient_accumulation": _done("false: every `step()` ends a step; not in pipelines"),
     "gradient_clipping": _done(),
     "gradient_allreduce_op": _done("`mean` or `sum`"),
     "steps_per_print": _done("not whole or infinite: never"),

@@ -248,6 +248,11 @@ class Engine(Shown):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the next micro-batch is the last before the optimizer steps; None: decide by counting."""
+        if not self.config.managed_gradient_accumulation:
+            raise EngineCallError(
+                "set_gradient_accumulation_boundary() does nothing with managed_gradient_accumulation=false, as each "
+                "step() ends a step: leave the call out, or the key"
+            )
         self._boundary = is_boundary
 
     @contextmanager
