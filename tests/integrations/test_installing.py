@@ -201,6 +201,8 @@ def check_marker(folder: str) -> None:
         load(found, checkpoint_id=f"{folder}/{name}")
         assert found["w"].tolist() == [0, 1, 2, 3] == Checkpoint(f"{folder}/{name}")["w"][...].tolist()
         assert detect(f"{folder}/{name}") == "native"
+    with pytest.raises(torch.distributed.checkpoint.CheckpointException, match="of terrazzo: load it with terrazzo"):
+        torch.distributed.checkpoint.load(found, checkpoint_id=f"{folder}/under", no_dist=True)
 
 
 def test_programs_that_look_for_pytorchs_checkpoints_see_ours(tmp_path):

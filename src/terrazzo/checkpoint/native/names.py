@@ -100,7 +100,9 @@ def check_holds_checkpoints(folder: Place) -> None:
 
 
 MARKER: Final = ".metadata"
-_TEXT: Final = f"a checkpoint of terrazzo, whose table of contents is {MANIFEST}; load it with terrazzo\n"
+# PyTorch unpickles the file: "c", and the names of a module and of something in it. There is no module of this name, so
+# its error shows it.
+_TEXT: Final = "cThis is a checkpoint of terrazzo: load it with terrazzo, or convert it by `terrazzo convert`\nload\n."
 _told = False  # in a process that saves for another process: what `for_torch` is in that one
 
 
