@@ -433,7 +433,8 @@ class _LocalLease(Lease):
                     self._store.delete([self._key])
             finally:
                 fd, self._fd = self._fd, -1
-                os.close(fd)
+                with suppress(OSError):  # nothing was written by it
+                    os.close(fd)
 
     def __del__(self) -> None:
         if self._fd >= 0:  # not released, because the save failed
