@@ -10,6 +10,7 @@ import pickle
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -134,6 +135,10 @@ def check_named_readers(folder: str) -> None:
         assert Checkpoint(own(place)).keys() == described.keys()
     with pytest.raises(CheckpointError, match="no committed checkpoint"):
         FileSystemReader(folder).read_metadata()
+    reader = FileSystemReader(Path(folder, "theirs"))
+    with mock.patch.object(DCPReader, "_described", autospec=True, side_effect=DCPReader._described) as described_by:
+        load(blank(values()), storage_reader=reader, read="once_per_node")
+    assert described_by.call_count == 1, "also on the rank that looked for a root first"
 
 
 def test_programs_that_name_a_reader_load_what_torch_wrote(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class _Finder(MetaPathFinder):
                 execute(module)
                 self._run()
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader, which is of one module
         return spec
 
 

@@ -161,15 +161,16 @@ class FileSystemReader(_InFolder, NativeReader):
         self._other = None
 
     def read_metadata(self) -> Metadata:
-        self._manifest = self._other = None
-        try:
-            return super().read_metadata()
-        except CheckpointNotFoundError:
-            found = find(self.store)
-            if found is None or found[0].name == "native":  # of a run, whose folder this is
-                raise
-            self._other = found[0].reader(found[1])
-        return self._other.read_metadata()
+        if self._other is None:
+            self._manifest = None
+            try:
+                return super().read_metadata()
+            except CheckpointNotFoundError:
+                found = find(self.store)
+                if found is None or found[0].name == "native":  # of a run, whose folder this is
+                    raise
+                self._other = found[0].reader(found[1])
+        return self._other.read_metadata()  # which it has read, if `root` has asked before
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         super().set_up_storage_reader(metadata, is_coordinator)
