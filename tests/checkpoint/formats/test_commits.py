@@ -1,8 +1,11 @@
-"""A request that takes effect and then raises, as when its reply is lost: what was committed is not removed."""
+"""Commits that meet others, and requests that take effect and then raise, as when a reply is lost: what was committed
+is not removed, and what would not be read is no success.
+"""
 
 from __future__ import annotations
 
 import errno
+import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,12 @@ from terrazzo.checkpoint.formats.convert import convert
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Place, Store, Upload, Version
 from terrazzo.checkpoint.tools.compare import compare
-from terrazzo.errors import CheckpointError, CheckpointIOError, CheckpointNotFoundError
+from terrazzo.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointIOError,
+    CheckpointNotFoundError,
+)
 from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
 
 
@@ -236,3 +244,31 @@ def test_what_ranks_have_written_must_make_up_the_tensors_and_be_in_one_folder(t
     expected = [gap, twice, elsewhere] * 2 + ["of the 32 bytes"] * 2 + ["not the same folder on all ranks", gap, gap]
     for message, part in zip(told, expected, strict=True):
         assert part in message
+
+
+@pytest.mark.parametrize("passed", [1, 2], ids=["while this one writes", "while this one commits"])
+@pytest.mark.parametrize("kind", [DCPWriter, HuggingFaceWriter])
+def test_a_save_in_another_format_commits_meanwhile(
+    kind: type[DCPWriter | HuggingFaceWriter], passed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two formats in one folder this one would not be read, so its save must not say that it has succeeded."""
+    module = importlib.import_module(kind.__module__)
+    check, calls = module.check_is_found, 0
+
+    def then_another(*args: Any) -> None:
+        nonlocal calls
+        check(*args)
+        calls += 1
+        if calls == passed:
+            save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "check_is_found", then_another)
+        with pytest.raises(CheckpointError, match="holds a checkpoint of the format native|holds two checkpoints"):
+            save({"w": torch.zeros(3)}, storage_writer=kind(tmp_path), no_dist=True)
+    assert calls == passed
+    if kind is DCPWriter and passed == 2:  # its metadata has taken the place of the other's marker, so neither is read
+        with pytest.raises(CheckpointFormatError, match="holds two checkpoints"):
+            Checkpoint(tmp_path)
+    else:
+        assert torch.equal(Checkpoint(tmp_path)["w"][...], torch.ones(3)) and verify(tmp_path) == []

@@ -270,9 +270,11 @@ class DCPWriter(RowWriter):
         check_written(self._store, used)
         metadata.storage_meta = self.storage_meta()
         metadata.version = dcp_metadata.VERSION
+        check_is_found(Place(self._store), "dcp")  # once more: a save in another format may have committed
         self._commit.put(dcp_metadata.encode(metadata))
         self._commit.release()
         self._store.delete(self._replaced - used)
+        check_is_found(Place(self._store), "dcp")  # even between the two
 
     def abandon(self) -> None:
         self._remove_own()
