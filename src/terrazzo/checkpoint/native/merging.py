@@ -176,12 +176,13 @@ class _AllTensors:
         """Layout and owners of each tensor that stands for others, or itself; raises unless its chunks make it up."""
         found: dict[int, tuple[Layout, bytes]] = {}
         odd = []
+        is_cut = self.is_cut.tolist()  # a list's elements cost a tenth of an array's
         for number, ranks in self._whole.items():
-            if len(ranks) > 1 or self.is_cut[number]:
+            if len(ranks) > 1 or is_cut[number]:
                 odd.append(number)
             else:
-                steps = tuple([max(size, 1) for size in self.entries[number].shape])
-                found[number] = steps, np.array(ranks, "<u4").tobytes()
+                steps = tuple([size or 1 for size in self.entries[number].shape])
+                found[number] = steps, ranks[0].to_bytes(4, "little")
         cut = np.nonzero((self.alike == np.arange(len(self.entries))) & self.is_cut)[0]
         ndims = np.array([len(entry.shape) for entry in self.entries], dtype=np.int64)
         for ndim in np.unique(ndims[cut]).tolist():
