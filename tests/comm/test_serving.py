@@ -154,19 +154,26 @@ def test_who_connects_while_it_closes_is_not_served() -> None:
             asked.result()
 
 
-def test_a_connection_that_cannot_be_accepted_is_not_the_end() -> None:
+def test_a_connection_that_cannot_be_accepted_is_not_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     class Listening(socket.socket):
+        tries = 0
+
         def accept(self) -> tuple[socket.socket, Any]:
-            if not tried.is_set():
-                tried.set()
+            self.tries += 1
+            if self.tries in (1, 2, 3, 5):
                 raise OSError(errno.EMFILE, "Too many open files")
             return super().accept()
 
-    tried = threading.Event()
+    monkeypatch.setattr(serving, "_PAUSE", 0.001)
     listening = Listening(fileno=socket.create_server(("127.0.0.1", 0)).detach())
     server = Server(listening, b"between us", Desk, 60.0)
-    assert Client(server.address, 60.0).call("add", 1, 1) == 2
+    for _ in range(2):
+        assert Client(server.address, 60.0).call("add", 1, 1) == 2
     server.close()
+    told = [record for record in caplog.records if "was not accepted" in record.message]
+    assert len(told) == 2, "once for three in a row, and again for the next"
 
 
 def test_other_secrets_and_other_servers() -> None:

@@ -110,6 +110,7 @@ class Server:
             _end(self._open)
 
     def _accept(self) -> None:
+        told = ""  # once, and not ten times a second
         while True:
             self._waiting.acquire()
             try:
@@ -117,10 +118,13 @@ class Server:
             except OSError as error:
                 if self._closed:
                     return
-                LOGGER.warning("%s: a connection was not accepted: %s", self.address, error)
+                if str(error) != told:
+                    told = str(error)
+                    LOGGER.warning("%s: a connection was not accepted: %s", self.address, error)
                 time.sleep(_PAUSE)  # there may be too many open files for a while
                 self._waiting.release()
                 continue
+            told = ""
             with self._changed:
                 self._open.add(connection)
                 if self._closed:
