@@ -59,7 +59,8 @@ def test_every_test_is_reported(tmp_path):
 def test_without_an_accelerator_it_says_what_it_needs(tmp_path):
     if torch.accelerator.is_available():
         pytest.skip("there is one")
-    for options, named in (([], ""), (["--device", "cuda"], " 'cuda'")):
+    built_for = torch.accelerator.current_accelerator()  # a PyTorch for CUDA names it without a device, too
+    for options, named in (([], built_for and f" '{built_for.type}'" or ""), (["--device", "cuda"], " 'cuda'")):
         ended = CliRunner().invoke(gpu.app, [*options, "--page", str(tmp_path / "page.md")])
         said = str(ended.exception)
         assert f"finds no accelerator{named} on this machine" in said and "needs one or more GPUs" in said
