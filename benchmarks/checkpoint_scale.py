@@ -14,7 +14,7 @@ from terrazzo.checkpoint.native.contents import metadata_of
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.index import IndexRows, encode_index, name_hash
-from terrazzo.checkpoint.native.merging import SaveFacts, merge
+from terrazzo.checkpoint.native.merging import merge
 from terrazzo.checkpoint.native.parts import WrittenPart, make_part, packed, unpacked
 from terrazzo.checkpoint.native.root import FileEntry, PartEntry, Root, TensorEntry, encode_root
 from terrazzo.checkpoint.plan.ownership import groups_unsure
@@ -124,7 +124,7 @@ def part_entry(rank: int, index: bytes = b"") -> PartEntry:
 
 def merge_parts(parts: list[WrittenPart]) -> bytes:
     """The coordinator's work: the root."""
-    return merge(parts, SaveFacts("0123456789ab", 0.0, "benchmark", {}, None))
+    return merge(parts, "0123456789ab")
 
 
 def index_of(rank: int, job: Job) -> bytes:

@@ -9,14 +9,13 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import checkpoint_scale as scale
-from terrazzo.checkpoint.native.merging import SaveFacts, faults_of, merge
+from terrazzo.checkpoint.native.merging import faults_of, merge
 from terrazzo.checkpoint.native.parts import make_part
 from terrazzo.checkpoint.native.root import Root, TensorEntry
 from terrazzo.checkpoint.plan.ownership import Agreement, Claim, answers, assign, groups_unsure
@@ -122,9 +121,7 @@ def test_every_claim_is_written_once_and_bytes_balance(lowest: bool) -> None:
 
 
 def check(shape: tuple[int, ...], boxes: list[Box]) -> str:
-    rows = np.array([(box.offsets, box.lengths) for box in boxes], dtype=np.int64).reshape(-1, 2, len(shape))
-    shapes = np.array([shape], dtype=np.int64).reshape(1, len(shape))
-    return "; ".join(fault for _, fault in faults_of(shapes, np.array([len(boxes)]), rows))
+    return "; ".join(fault for _, fault in faults_of([(shape, [(box.offsets, box.lengths) for box in boxes])]))
 
 
 def shattered(box: Box, rng: random.Random) -> list[Box]:
@@ -238,8 +235,7 @@ def test_any_chunks_of_any_ranks_are_found_again(data: st.DataObject) -> None:
         make_part([e for e, _ in mine], [b for _, b in mine], scale.part_entry(rank), [])
         for rank, mine in enumerate(chosen)
     ]
-    about = SaveFacts("0123456789ab", 0.0, "test", {}, None)
-    root = Root(merge(parts, about), "test")
+    root = Root(merge(parts, "0123456789ab"), "test")
     for name, chunks in expected.items():
         owners = root.owner_tables[root.tensors[name].owners].tolist()
         boxes = root.describe(name)[2].boxes()
@@ -259,7 +255,7 @@ def test_any_chunks_of_any_ranks_are_found_again(data: st.DataObject) -> None:
     if 0 in missing[0].shape or (kind != "twice" and not others):
         return
     with pytest.raises(CheckpointError, match="more than once|written by [23]|were not written"):
-        merge(parts, about)
+        merge(parts, "0123456789ab")
 
 
 def test_a_rank_that_is_missing_is_noticed() -> None:

@@ -10,16 +10,19 @@ A chunk that no rank wrote, or that two ranks wrote, is found here, before the c
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 
+import terrazzo
+from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.index import Array, name_hash
 from terrazzo.checkpoint.native.parts import WrittenPart, entries_of, u4_of, unpacked
-from terrazzo.checkpoint.native.root import ObjectEntry, Path, RootHead, RootTensor, TensorEntry, encode_root
+from terrazzo.checkpoint.native.root import ObjectEntry, RootHead, RootTensor, TensorEntry, encode_root
 from terrazzo.errors import CheckpointError
 from terrazzo.layout.box import Box
 
@@ -27,20 +30,12 @@ _NOBODY: Final = 0xFFFFFFFF
 Layout: TypeAlias = tuple[int, ...] | bytes  # the steps of a grid, or all boxes
 
 
-@dataclass(frozen=True, slots=True)
-class SaveFacts:
-    """The facts about the whole save that a root holds."""
+def merge(parts: Sequence[WrittenPart], save_id: str, planner_data: Any = None, features: Sequence[str] = ()) -> bytes:
+    """The root of a checkpoint that consists of these parts, checked to be complete.
 
-    save_id: str
-    created: float
-    writer: str
-    paths: dict[str, Path]
-    planner_data: bytes | None
-    features: tuple[str, ...] = ()
-
-
-def merge(parts: Sequence[WrittenPart], about: SaveFacts) -> bytes:
-    """The root of a checkpoint that consists of these parts, checked to be complete."""
+    `features` are those that a reader must know.
+    """
+    are_paths = _are_paths(planner_data)
     names = _AllTensors(parts)
     names.check_hashes()
     found = names.stored()
@@ -61,19 +56,27 @@ def merge(parts: Sequence[WrittenPart], about: SaveFacts) -> bytes:
         )
     return encode_root(
         RootHead(
-            save_id=about.save_id,
-            created=about.created,
-            writer=about.writer,
+            save_id=save_id,
+            created=time.time(),
+            writer=f"terrazzo {terrazzo.__version__}",
             ranks=len(parts),
-            features=list(about.features),
+            features=list(features),
             parts=[part.entry for part in parts],
             tensors=tensors,
             layouts=list(layouts),
             owners=list(owners),
             objects=_merge_objects(parts, names.entries),
-            paths=about.paths,
-            planner_data=about.planner_data,
+            paths=planner_data if are_paths else {},
+            planner_data=None if planner_data is None or are_paths else objects.encode(planner_data),
         )
+    )
+
+
+def _are_paths(planner_data: Any) -> bool:
+    """Whether this is the default planner's: the path of each name."""
+    return isinstance(planner_data, dict) and all(
+        type(name) is str and type(path) is tuple and all(type(key) in (str, int) for key in path)
+        for name, path in planner_data.items()
     )
 
 
@@ -163,12 +166,9 @@ class _AllTensors:
 
     def check_hashes(self) -> None:
         """Raise if two names have the same hash, because indexes find tensors by the hash of the name."""
-        hashes = np.array([name_hash(entry.name) for entry in self.entries], dtype=np.uint64)
-        if len(np.unique(hashes)) == len(hashes):
-            return
         seen: dict[int, str] = {}
-        for entry, value in zip(self.entries, hashes.tolist(), strict=True):
-            other = seen.setdefault(value, entry.name)
+        for entry in self.entries:
+            other = seen.setdefault(name_hash(entry.name), entry.name)
             if other != entry.name:
                 raise CheckpointError(f"the names {entry.name!r} and {other!r} have the same hash; rename one of them")
 
@@ -233,28 +233,27 @@ class _AllTensors:
 
     def _listed(self, members: Array) -> dict[int, tuple[Layout, bytes]]:
         """Layout and owners of tensors that are no grids; raises unless their chunks make each of them up."""
-        found: dict[int, tuple[Layout, bytes]] = {}
-        faults: list[tuple[int, str]] = []
+        ranks: dict[int, list[int]] = {}
+        chunks: dict[int, list[Array]] = {}
+        for number in members.tolist():
+            shape = self.entries[number].shape
+            ranks[number] = [*self._whole.get(number, ())]
+            chunks[number] = [np.array([(0,) * len(shape), shape], dtype=np.int64)] * len(ranks[number])
         ndims = np.array([len(self.entries[number].shape) for number in members.tolist()], dtype=np.int64)
         for ndim in np.unique(ndims).tolist():
             numbers = members[ndims == ndim]
-            chunks: dict[int, list[tuple[int, Array]]] = {}
-            for number in numbers.tolist():
-                shape = self.entries[number].shape
-                box = np.array([(0,) * ndim, shape], dtype=np.int64)
-                chunks[number] = [(rank, box) for rank in self._whole.get(number, ())]
             for rank, places, boxes in self._chunks(self._places(numbers), ndim, {}):
                 for number, box in zip(numbers[places].tolist(), boxes, strict=True):
-                    chunks[number].append((rank, box))
-            counts = np.array([len(of_one) for of_one in chunks.values()], dtype=np.int64)
-            table = np.array([box for of_one in chunks.values() for _, box in of_one], dtype=np.int64)
-            for row, fault in faults_of(self._shapes(numbers, ndim), counts, table.reshape(int(counts.sum()), 2, ndim)):
-                faults += [(other, fault) for other in np.nonzero(self.alike == numbers[row])[0].tolist()]
-            for number, of_one in chunks.items():
-                layout = np.array([box for _, box in of_one], dtype="<i8").tobytes()
-                found[number] = layout, np.array([rank for rank, _ in of_one], dtype="<u4").tobytes()
+                    ranks[number].append(rank)
+                    chunks[number].append(box)
+        faults: list[tuple[int, str]] = []
+        for place, fault in faults_of([(self.entries[number].shape, boxes) for number, boxes in chunks.items()]):
+            faults += [(other, fault) for other in np.nonzero(self.alike == members[place])[0].tolist()]
         refuse([(self.entries[number].name, fault) for number, fault in sorted(faults)])
-        return found
+        return {
+            number: (np.array(chunks[number], "<i8").tobytes(), np.array(ranks[number], "<u4").tobytes())
+            for number in members.tolist()
+        }
 
     def _places(self, members: Array) -> Array:
         """For each tensor, where it is among these; -1 for others."""
@@ -303,42 +302,34 @@ def _merge_objects(parts: Sequence[WrittenPart], tensors: list[TensorEntry]) -> 
 _NAMED: Final = 10  # how many tensors an error lists
 
 
-def faults_of(shapes: Array, counts: Array, boxes: Array) -> list[tuple[int, str]]:
+def faults_of(tensors: Sequence[tuple[Sequence[int], Sequence[Any]]]) -> list[tuple[int, str]]:
     """The numbers of the tensors whose chunks do not cover them exactly, and what is wrong with each.
 
-    All have equally many dims: `boxes` has a row (offsets, lengths) for each chunk, `counts[n]` of them for the tensor
-    of `shapes[n]`, in this order.
+    Of each there are its shape, and offsets and lengths of its chunks.
     """
     faults: list[tuple[int, str]] = []
-    first = np.cumsum(counts) - counts
-    for count in np.unique(counts).tolist():
-        same = np.nonzero(counts == count)[0]
-        if shapes.shape[1] == 0:
-            faults += [(number, f"written by {count} ranks") for number in same.tolist() if count != 1]
+    alike: dict[tuple[int, int], list[int]] = defaultdict(list)  # by how many dims and chunks they have
+    for number, (shape, chunks) in enumerate(tensors):
+        alike[len(shape), len(chunks)].append(number)
+    for (ndim, count), numbers in alike.items():
+        if ndim == 0:
+            faults += [(number, f"written by {count} ranks") for number in numbers if count != 1]
             continue
-        rows = boxes[first[same][:, None] + np.arange(count, dtype=np.int64)]
-        found = _faults(shapes[same], rows[:, :, 0], rows[:, :, 1])
-        faults += [(int(same[row]), fault) for row, fault in found]
+        shapes = np.array([tensors[number][0] for number in numbers], dtype=np.int64)
+        boxes = np.array([tensors[number][1] for number in numbers], dtype=np.int64)
+        boxes = boxes.reshape(len(numbers), count, 2, ndim)
+        faults += [(numbers[row], fault) for row, fault in _faults(shapes, boxes[:, :, 0], boxes[:, :, 1])]
     return faults
 
 
 def refuse_gaps(tensors: Mapping[str, tuple[Sequence[int], Sequence[Box]]]) -> None:
     """Raise unless the boxes of each tensor, which is given with its shape, cover it exactly."""
-    faults: list[tuple[str, str]] = []
-    filled = {name: (shape, boxes) for name, (shape, boxes) in tensors.items() if 0 not in shape}
-    for ndim in {len(shape) for shape, _ in filled.values()}:
-        alike = {
-            name: (shape, [box for box in boxes if box.numel])
-            for name, (shape, boxes) in filled.items()
-            if len(shape) == ndim
-        }
-        names = list(alike)
-        shapes = np.array([shape for shape, _ in alike.values()], dtype=np.int64).reshape(len(names), ndim)
-        counts = np.array([len(boxes) for _, boxes in alike.values()], dtype=np.int64)
-        rows = [(box.offsets, box.lengths) for _, boxes in alike.values() for box in boxes]
-        table = np.array(rows, dtype=np.int64).reshape(len(rows), 2, ndim)
-        faults += [(names[row], fault) for row, fault in faults_of(shapes, counts, table)]
-    refuse(sorted(faults))
+    filled = {name: each for name, each in tensors.items() if 0 not in each[0]}
+    chunks = [
+        (shape, [(box.offsets, box.lengths) for box in boxes if not box.is_empty]) for shape, boxes in filled.values()
+    ]
+    names = list(filled)
+    refuse(sorted((names[number], fault) for number, fault in faults_of(chunks)))
 
 
 def refuse(faults: Sequence[tuple[str, str]]) -> None:

@@ -12,17 +12,18 @@ import torch
 
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native import objects
-from terrazzo.checkpoint.native.commit import Commit, committed_manifest, remove_leftovers
+from terrazzo.checkpoint.native.commit import Commit, check_written, committed_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import StoredPlaces, metadata_of
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
+from terrazzo.checkpoint.native.merging import merge
 from terrazzo.checkpoint.native.names import leave_marker
 from terrazzo.checkpoint.native.parts import PartResults
 from terrazzo.checkpoint.native.requests import Requests
 from terrazzo.checkpoint.native.root import TYPED, Root
 from terrazzo.checkpoint.native.rows import Row, Target
 from terrazzo.checkpoint.native.tensors import bytes_of, empty
-from terrazzo.checkpoint.native.writer import FilesOfRank, WriteOptions, commit, discard, write_part
+from terrazzo.checkpoint.native.writer import FilesOfRank, WriteOptions, discard, write_part
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.storage import WriteResult
 from terrazzo.checkpoint.stores import Store
@@ -84,10 +85,18 @@ class NativeWriter(RowWriter):
             return
         save_id = self._files.save_id if self._files is not None else uuid.uuid4().hex[:12]
         features = ("zstd",) if self.options.compression else ()
-        root, listed = commit(self.store, parts, save_id, metadata.planner_data, self._commit.put, features=features)
+        data = merge(parts, save_id, metadata.planner_data, features)
+        root = Root(data, self.store.location)
+        listed = self.store.list()
+        check_written(self.store, root.files, listed)
+        self._commit.put(data)
         self._manifest = root
         leave_marker(self.store)
-        self._describe(metadata)
+        stored = metadata_of(root, self.store, self.storage_meta())
+        metadata.state_dict_metadata = stored.state_dict_metadata
+        metadata.storage_data = stored.storage_data
+        metadata.storage_meta = stored.storage_meta
+        metadata.version = stored.version
         try:
             # With the list from before the commit: what has been written since belongs to saves that have not ended.
             remove_leftovers(self.store, root.files, listed)
@@ -100,15 +109,6 @@ class NativeWriter(RowWriter):
         """Commit what another `write_data` has written."""
         rank = next(rank for rank, result in enumerate(results) if not isinstance(result, PartResults))
         raise CheckpointError(f"the results of rank {rank} do not come from this writer's write_data")
-
-    def _describe(self, metadata: Metadata) -> None:
-        """Change `metadata` to describe what has been stored."""
-        if self._manifest is not None:
-            stored = metadata_of(self._manifest, self.store, self.storage_meta())
-            metadata.state_dict_metadata = stored.state_dict_metadata
-            metadata.storage_data = stored.storage_data
-            metadata.storage_meta = stored.storage_meta
-            metadata.version = stored.version
 
     def build_on(self, base: Store) -> None:
         self.base = base

@@ -1,21 +1,17 @@
-"""Carrying out a save plan in the native format: this rank's data files, then the coordinator's commit."""
+"""What one rank writes of a checkpoint in the native format: its data files and their index."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
 
-import terrazzo
 from terrazzo._threads import results_of
-from terrazzo.checkpoint.native import objects
-from terrazzo.checkpoint.native.commit import check_written
 from terrazzo.checkpoint.native.datafile import DataFileLayout, Pump, WrittenRow, file_header, find_unchanged, lay_out
 from terrazzo.checkpoint.native.format import (
     FRAME,
@@ -27,12 +23,11 @@ from terrazzo.checkpoint.native.format import (
     save_of,
 )
 from terrazzo.checkpoint.native.index import ZSTD, IndexRows, encode_index, name_hash
-from terrazzo.checkpoint.native.merging import SaveFacts, merge
 from terrazzo.checkpoint.native.parts import WrittenPart, make_part
-from terrazzo.checkpoint.native.root import TENSOR, FileEntry, ObjectEntry, PartEntry, Root
+from terrazzo.checkpoint.native.root import TENSOR, FileEntry, ObjectEntry, PartEntry
 from terrazzo.checkpoint.native.rows import Form, Row
 from terrazzo.checkpoint.run.events import LOGGER
-from terrazzo.checkpoint.stores.base import Entry, Store, Upload
+from terrazzo.checkpoint.stores.base import Store, Upload
 from terrazzo.layout.box import row_major_windows
 
 _FILES_AT_ONCE: Final = 4
@@ -290,35 +285,3 @@ def _segments(layout: DataFileLayout, threads: int) -> list[slice]:
     if bounds[-1] < len(layout.rows):
         bounds.append(len(layout.rows))
     return [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
-
-
-def commit(
-    store: Store,
-    parts: Sequence[WrittenPart],
-    save_id: str,
-    planner_data: Any,
-    put: Callable[[bytes], object],
-    *,
-    features: tuple[str, ...] = (),
-) -> tuple[Root, list[Entry]]:
-    """Commit the checkpoint that consists of these parts, by `put` of its root.
-
-    Returns the root, and the files that were in the store before.
-    """
-    paths = planner_data if _are_paths(planner_data) else {}
-    extra = None if planner_data is None or _are_paths(planner_data) else objects.encode(planner_data)
-    about = SaveFacts(save_id, time.time(), f"terrazzo {terrazzo.__version__}", paths, extra, features)
-    data = merge(parts, about)
-    root = Root(data, store.location)
-    entries = store.list()
-    check_written(store, root.files, entries)
-    put(data)
-    return root, entries
-
-
-def _are_paths(planner_data: Any) -> bool:
-    """Whether this is the default planner's: the path of each name."""
-    return isinstance(planner_data, dict) and all(
-        type(name) is str and type(path) is tuple and all(type(key) in (str, int) for key in path)
-        for name, path in planner_data.items()
-    )
