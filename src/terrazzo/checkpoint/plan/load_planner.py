@@ -184,7 +184,8 @@ class DefaultLoadPlanner(LoadPlanner):
                     if fault is not None:
                         mismatched.append(f"{name}: {fault}")
                         continue
-                    for number, (box, tensor) in enumerate(_chunks_of(name, value, viewer, sharded)):
+                    chunks = viewer.view(name, value).chunks if sharded else (plain_chunk(name, value),)
+                    for number, (box, tensor) in enumerate(chunks):
                         key = id(box), id(entry)
                         alike = known.get(key)
                         if alike is None:
@@ -322,11 +323,3 @@ def _device() -> torch.device:
         if kind is not None and kind in (torch.device(device.type) for device in device_types(default_group())):
             return torch.device(kind.type, torch.accelerator.current_device_index())
     return torch.device("cpu")
-
-
-def _chunks_of(name: str, value: Any, viewer: ShardViews, sharded: bool) -> Sequence[tuple[Box, torch.Tensor]]:
-    """This rank's boxes of a tensor, and its memory for each."""
-    if not sharded:
-        return (plain_chunk(name, value),)
-    only = viewer.only_chunk(name, value)
-    return viewer.view(name, value).chunks if only is None else ((only[1], only[2]),)

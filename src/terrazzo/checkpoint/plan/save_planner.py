@@ -34,7 +34,7 @@ from terrazzo.checkpoint.plan.flatten import (
     paths_to_store,
 )
 from terrazzo.checkpoint.plan.ownership import Agreement, Claim, digests_of_tensors
-from terrazzo.checkpoint.plan.sharded import Holders, ShardViews, check_storable, is_sharded, local_chunks
+from terrazzo.checkpoint.plan.sharded import Holders, ShardViews, check_storable, is_sharded, plain_view
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from terrazzo.checkpoint.torch_api.items import deduplicated, item_of, merged_metadata, rows_of
 from terrazzo.errors import CheckpointError, UnsupportedValueError
@@ -205,7 +205,7 @@ class DefaultSavePlanner(SavePlanner):
         """Everything that this rank could write, each with its number as its key; and the paths of all names."""
         self._translated = {}
         viewer = ShardViews()
-        forms: dict[tuple[int, torch.dtype, bool], Form] = {}
+        forms: dict[tuple[int, torch.dtype, bool], Form] = {}  # one for all chunks that have the same
         at: dict[int, int] = {}  # by address: the first chunk that is there
         rows: list[Row] = []
         paths = {}
@@ -228,9 +228,18 @@ class DefaultSavePlanner(SavePlanner):
                     holders = (self.rank,) if own else self._in_group(None)
                     rows.append(object_row(stored, TYPED, encoded, holders, len(rows)))
                     continue
-                size, chunks, holders = self._seen(stored, value, viewer, own, sharded)
+                if not sharded:
+                    check_storable(value)
+                seen = viewer.view(stored, value) if sharded else plain_view(stored, value)
+                chunks, holders = seen.chunks, (self.rank,) if own else self._in_group(seen.holders)
+                if 0 in seen.size:  # no rank has a chunk of it, but its name and shape are to be kept
+                    chunks = ((Box.whole(seen.size), torch.empty(seen.size, dtype=seen.dtype, device="cpu")),)
+                    holders = holders if own else self._in_group(None)
                 for box, data in chunks:
-                    form = _form(forms, size, box, data.dtype, data.requires_grad)
+                    key = (id(box), data.dtype, data.requires_grad)
+                    form = forms.get(key)
+                    if form is None or form.shape != seen.size:
+                        form = forms[key] = form_of(data.dtype, tuple(seen.size), box, data.requires_grad)
                     tied = None
                     if type(data) in OWN_MEMORY and (address := data.data_ptr()):
                         first = at.setdefault(address, len(rows))
@@ -243,23 +252,6 @@ class DefaultSavePlanner(SavePlanner):
         if unsupported:
             raise UnsupportedValueError("the state dict holds what cannot be stored:\n  " + "\n  ".join(unsupported))
         return rows, paths or None
-
-    def _seen(
-        self, name: str, value: Any, viewer: ShardViews, own: bool, sharded: bool
-    ) -> tuple[torch.Size, Sequence[tuple[Box, torch.Tensor]], tuple[int, ...] | None]:
-        """A tensor's shape, this rank's chunks of it, and the ranks of the group that hold the same."""
-        only = viewer.only_chunk(name, value) if sharded else None
-        if only is not None:
-            size, box, local, holding = only
-            alone = own or len(self.ranks) == 1
-            return size, ((box, local),), (self.rank,) if alone else self._in_group(holding)
-        check_storable(value)
-        seen = local_chunks(name, value, viewer.view)
-        holders = (self.rank,) if own else self._in_group(seen.holders)
-        if 0 in seen.size:  # no rank has a chunk of it, but its name and shape are to be kept
-            nothing = torch.empty(seen.size, dtype=seen.dtype, device="cpu")
-            return seen.size, ((Box.whole(seen.size), nothing),), holders if own else self._in_group(None)
-        return seen.size, seen.chunks, holders
 
     def _in_group(self, holders: Holders | None) -> tuple[int, ...] | None:
         """The holders as ranks of the group; None if some rank of the group may hold the same and is not among them."""
@@ -374,21 +366,6 @@ class DefaultSavePlanner(SavePlanner):
         if row is not None and isinstance(row.value, ObjectBytes) and row.value.value is object:
             return row.value
         return ObjectBytes(object, encode(object, allow_pickle=self.allow_pickle))
-
-
-def _form(
-    forms: dict[tuple[int, torch.dtype, bool], Form],
-    size: torch.Size,
-    box: Box,
-    dtype: torch.dtype,
-    requires_grad: bool,
-) -> Form:
-    """The form of a chunk: one object for all chunks that have the same."""
-    key = (id(box), dtype, requires_grad)
-    form = forms.get(key)
-    if form is None or form.shape != size:
-        form = forms[key] = form_of(dtype, tuple(size), box, requires_grad)
-    return form
 
 
 def _has_per_rank(value: Any, seen: set[int]) -> bool:

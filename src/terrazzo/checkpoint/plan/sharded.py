@@ -38,7 +38,7 @@ class Holders:
     among: frozenset[int]
 
 
-class ShardView(msgspec.Struct, frozen=True, eq=False):
+class ShardView(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A rank's part of a distributed tensor. `holders` is None if the tensor does not say who holds the same."""
 
     size: torch.Size
@@ -71,74 +71,48 @@ class ShardViews:
         # By kind, mesh and placements: who holds the same, and this rank's box of tensors of each shape.
         self._groups: dict[tuple[type[Any], int, tuple[Any, ...]], tuple[Holders, dict[torch.Size, Box]]] = {}
         self._last: tuple[type[Any], Any, Any, tuple[Holders, dict[torch.Size, Box]]] | None = None
-        self._others: set[type[Any]] = set()  # kinds that are not PyTorch's ShardedTensor
 
     def view(self, name: str, value: Any) -> ShardView:
         """This rank's part of the distributed tensor `value`. For use under `torch.no_grad`."""
-        only = self.only_chunk(name, value)
-        if only is not None:
-            size, box, local, holders = only
-            return ShardView(size, value.dtype, ((box, local),), holders)
-        kind = type(value)
-        if _is_sharded_tensor(kind):
-            shards = [(each.metadata, each.tensor) for each in value.local_shards()]
-            boxes = [(Box(tuple(at.shard_offsets), tuple(at.shard_sizes)), tensor) for at, tensor in shards]
-            return self._view_shards(name, value, boxes, None)
-        if not hasattr(kind, "__create_chunk_list__"):
-            return _of_local_parts(name, value)
-        own = getattr(value, "own_chunks", None)
-        if own is not None:
-            return self._view_shards(name, value, own(), value.holders)
         mesh = getattr(value, "device_mesh", None)
         if mesh is None:
-            return self._view_shards(name, value, _shards(name, value), getattr(value, "holders", None))
-        holders, _ = self._group(name, kind, mesh, tuple(value.placements))
-        if not holders.ranks:  # this rank is not in the mesh
-            return ShardView(value.size(), value.dtype, (), holders)
-        return self._view_shards(name, value, _shards(name, value), holders)
-
-    def only_chunk(self, name: str, value: Any) -> tuple[torch.Size, Box, torch.Tensor, Holders] | None:
-        """The shape of a tensor on a mesh, this rank's only chunk of it, its elements and who holds the same; None if
-        this rank has no chunk or several, or the tensor is on no mesh: then `view` has them."""
-        kind = type(value)
-        if kind not in self._others:
-            if _is_sharded_tensor(kind):
-                return None
-            self._others.add(kind)
-        mesh = getattr(value, "device_mesh", None)
-        if mesh is None:
-            return None
-        placements, size = value.placements, value.size()
+            return self._view_without_mesh(name, value)
+        kind, placements, size = type(value), value.placements, value.size()
         last = self._last
         if last is not None and last[0] is kind and last[1] is mesh and last[2] is placements:
             holders, boxes = last[3]
         else:
-            holders, boxes = self._group(name, kind, mesh, tuple(placements))
+            key = (kind, id(mesh), tuple(placements))
+            if key not in self._groups:
+                self._groups[key] = _holders_of(name, mesh, key[2]), {}
+            holders, boxes = self._groups[key]
             if type(placements) is tuple:  # immutable
                 self._last = kind, mesh, placements, (holders, boxes)
+        if not holders.ranks:  # this rank is not in the mesh
+            return ShardView(size, value.dtype, (), holders)
         # Mesh, placements and shape determine the chunk, so it is computed once for all tensors that share them.
         box = boxes.get(size)
         if box is None:
-            if not holders.ranks:
-                return None
             chunks = value.__create_chunk_list__()
-            if len(chunks) != 1 or 0 in chunks[0].sizes:
-                return None
-            box = boxes[size] = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
-        local = value.to_local()
-        if local.shape != box.lengths or type(local) not in OWN_MEMORY or not in_memory(local):
-            return None  # `view` will say what is wrong
-        return size, box, local.detach() if local.requires_grad else local, holders
+            if len(chunks) == 1 and 0 not in chunks[0].sizes:
+                box = boxes[size] = Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+        if box is not None:
+            local = value.to_local()
+            if local.shape == box.lengths and type(local) in OWN_MEMORY and in_memory(local):
+                return ShardView(size, value.dtype, ((box, local.detach() if local.requires_grad else local),), holders)
+        return self._view_shards(name, value, _shards(name, value), holders)
 
-    def _group(
-        self, name: str, kind: type[Any], mesh: Any, placements: tuple[Any, ...]
-    ) -> tuple[Holders, dict[torch.Size, Box]]:
-        """What all tensors of a class, mesh and placements share."""
-        key = (kind, id(mesh), placements)
-        group = self._groups.get(key)
-        if group is None:
-            group = self._groups[key] = _holders_of(name, mesh, placements), {}
-        return group
+    def _view_without_mesh(self, name: str, value: Any) -> ShardView:
+        kind = type(value)
+        if _is_sharded_tensor(kind):
+            theirs = [(each.metadata, each.tensor) for each in value.local_shards()]
+            boxes = [(Box(tuple(at.shard_offsets), tuple(at.shard_sizes)), tensor) for at, tensor in theirs]
+            return self._view_shards(name, value, boxes, None)
+        if not hasattr(kind, "__create_chunk_list__"):
+            return _of_local_parts(name, value)
+        own = getattr(value, "own_chunks", None)
+        shards = _shards(name, value) if own is None else own()
+        return self._view_shards(name, value, shards, getattr(value, "holders", None))
 
     def _view_shards(self, name: str, value: Any, shards: list[tuple[Box, Any]], holders: Holders | None) -> ShardView:
         chunks: list[tuple[Box, torch.Tensor]] = []
@@ -215,8 +189,11 @@ def _shards(name: str, value: Any) -> list[tuple[Box, Any]]:
 
 def local_chunks(name: str, value: Any, view: Callable[[str, Any], ShardView]) -> ShardView:
     """The view of any tensor: a plain one is a single chunk that every rank may hold."""
-    if is_sharded(value):
-        return view(name, value)
+    return view(name, value) if is_sharded(value) else plain_view(name, value)
+
+
+def plain_view(name: str, value: torch.Tensor) -> ShardView:
+    """The view of a plain tensor."""
     return ShardView(value.shape, value.dtype, (plain_chunk(name, value),), None)
 
 
@@ -226,7 +203,7 @@ def plain_chunk(name: str, value: torch.Tensor) -> tuple[Box, torch.Tensor]:
         fault = fault_of(value)
         if fault:
             raise UnsupportedValueError(f"{name!r}: {fault}")
-    return _whole(value.shape), value.detach() if value.requires_grad else value
+    return _whole(value.shape), _detached(value)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -155,14 +155,13 @@ os.register_at_fork(after_in_child=_in_use.clear)  # the saves are the parent's
 class StagedTensor(OfChunks, msgspec.Struct, eq=False, gc=False):
     """A rank's part of a distributed tensor, in host memory and without its process group.
 
-    `memory` has the copies of all tensors of the state dict, when they have been made; the shards are those of the
-    `numbers`.
+    `memory` has the copies of all tensors of the state dict, when they have been made: `chunks` are boxes, each with
+    the number of its shard there.
     """
 
     shape: torch.Size
     dtype: torch.dtype
-    boxes: tuple[Box, ...]
-    numbers: tuple[int, ...]
+    chunks: tuple[tuple[Box, int], ...]
     holders: Holders | None
     memory: list[torch.Tensor]
 
@@ -171,7 +170,7 @@ class StagedTensor(OfChunks, msgspec.Struct, eq=False, gc=False):
 
     def own_chunks(self) -> list[tuple[Box, torch.Tensor]]:
         """The boxes and their shards."""
-        return [(box, self.memory[number]) for box, number in zip(self.boxes, self.numbers, strict=True)]
+        return [(box, self.memory[number]) for box, number in self.chunks]
 
 
 class BlockingAsyncStager(ShownAsCall):
@@ -310,14 +309,11 @@ def take_apart(state_dict: STATE_DICT_TYPE, type_check: bool = False) -> tuple[S
 
     def leaf(path: tuple[Any, ...], value: Any) -> Any:
         if is_sharded(value):
-            name = _name_of(path)
-            only = viewer.only_chunk(name, value)
-            if only is not None:
-                size, box, local, holders = only
-                return StagedTensor(size, value.dtype, (box,), (keep(local),), holders, memory)
-            view = viewer.view(name, value)
-            boxes, numbers = tuple([box for box, _ in view.chunks]), tuple([keep(shard) for _, shard in view.chunks])
-            return StagedTensor(view.size, view.dtype, boxes, numbers, view.holders, memory)
+            view = viewer.view(_name_of(path), value)
+            chunks: list[tuple[Box, int]] = []
+            for box, shard in view.chunks:
+                chunks.append((box, keep(shard)))
+            return StagedTensor(view.size, view.dtype, tuple(chunks), view.holders, memory)
         if isinstance(value, torch.Tensor):
             _explained(path, partial(check_storable, value))
             skeleton.has_slots = True
