@@ -104,10 +104,12 @@ def load(
         find_team(process_group, doing=doing, no_dist=no_dist, alone=True),
         partial(find_team, process_group, doing=doing, no_dist=no_dist, timeout=timeout),
         place_id,
+        lambda: resolve_stateful(state_dict),
+        partial(give_back_state, state_dict),
         wanted_together=together,
         once_per_node=read == "once_per_node",
     )
-    session.run(lambda: resolve_stateful(state_dict), lambda values: give_back_state(state_dict, values))
+    session.run()
 
 
 def _load_state_dict_from_keys(

@@ -61,7 +61,7 @@ def on_ranks(path: str, per_node: int) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     names = load_session.host_identity
     load_session.host_identity = lambda: f"node {rank // per_node}"
-    load_session._PIECE, piece = 100_000, load_session._PIECE  # so that the large one goes in pieces
+    load_session._PIECE, piece = 102_400, load_session._PIECE  # so that the large one goes in pieces
     try:
         mesh = init_device_mesh("cpu", (world,) if world == per_node else (per_node, world // per_node))
         reader = FileSystemReader(path, verify=False)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from math import prod
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import Team, exception_of, failure_of
 from terrazzo.checkpoint.run.events import operation
+from terrazzo.checkpoint.run.staging import carve, room_of
 from terrazzo.checkpoint.storage import StorageReader
 from terrazzo.checkpoint.torch_api.items import check_planner
 from terrazzo.checkpoint.torch_api.storages import TargetReader
@@ -56,6 +58,8 @@ class LoadSession:
         team: this rank's team, without connections.
         connect: returns the team with connections, for a collective load.
         checkpoint_id: where the checkpoint is, for messages.
+        state_dict: returns what to load into, in place.
+        give_back: gets that when it has been loaded.
         wanted_together: whether the caller asked for a collective load.
         once_per_node: whether ranks read for the others of their node.
     """
@@ -66,9 +70,12 @@ class LoadSession:
     team: Team
     connect: Callable[[], Team]
     checkpoint_id: Any
+    state_dict: Callable[[], STATE_DICT_TYPE]
+    give_back: Callable[[STATE_DICT_TYPE], None]
     wanted_together: bool = False
     once_per_node: bool = False
     _reader: StorageReader | None = None
+    _values: STATE_DICT_TYPE = field(default_factory=dict)
 
     @property
     def reader(self) -> StorageReader:
@@ -82,19 +89,17 @@ class LoadSession:
         """The planner, if it is the library's or built on it."""
         return self.planner if isinstance(self.planner, DefaultLoadPlanner) else None
 
-    def run(
-        self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None] = lambda _: None
-    ) -> None:
-        """Load into the result of `state_dict()`, in place, and pass it to `give_back`."""
+    def run(self) -> None:
+        """Load."""
         with operation("load", self.checkpoint_id, self.team.global_rank) as event:
             try:
-                self._run(state_dict, give_back)
+                self._run()
             finally:
                 if self._own is not None:
                     self._own.forget()
             event.bytes = getattr(self.reader, "bytes_read", 0)
 
-    def _run(self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
+    def _run(self) -> None:
         # As far as is known without a look at the checkpoint.
         alone = _plans_alone(self.planner) and (self.given_reader is None or _plans_alone(self.given_reader))
         collective = self.wanted_together or self.once_per_node or not alone
@@ -103,13 +108,12 @@ class LoadSession:
                 collective = not _plans_alone(self.reader)
         if not collective:
             with self._explained():
-                values = state_dict()
-                self._read_alone(values)
-            self._finish(values, give_back)
+                self._read_alone()
+            self._finish()
             return
         self.team = self.connect()
         with self.team.guarded():
-            self._load_together(state_dict, give_back)
+            self._load_together()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -120,7 +124,8 @@ class LoadSession:
             failure = failure_of(error, self.team.global_rank)
             raise exception_of([failure], self.team.doing, error) from error
 
-    def _set_up(self, state_dict: STATE_DICT_TYPE, root: bytes | None) -> None:
+    def _set_up(self, root: bytes | None) -> None:
+        self._values = self.state_dict()
         check_planner(self.planner)
         reader = self.reader
         if root is not None and isinstance(reader, NativeReader):
@@ -129,7 +134,7 @@ class LoadSession:
             metadata = reader.read_metadata()
         if self._own is not None:
             self._own.set_up_ranks(self.team.rank, self.team.ranks)
-        self.planner.set_up_planner(state_dict, metadata, self.team.is_coordinator)
+        self.planner.set_up_planner(self._values, metadata, self.team.is_coordinator)
         self.reader.set_up_storage_reader(metadata, self.team.is_coordinator)
 
     def _items(self) -> LoadPlan:
@@ -140,9 +145,9 @@ class LoadSession:
         takes = isinstance(self.reader, TargetReader) and self.reader.takes_read_plans
         return self._own.read_plan() if takes and self._own is not None else None
 
-    def _read_alone(self, state_dict: STATE_DICT_TYPE, root: bytes | None = None) -> None:
+    def _read_alone(self, root: bytes | None = None) -> None:
         """Plan and read, without communication."""
-        self._set_up(state_dict, root)
+        self._set_up(root)
         self._read(self._own_plan())
 
     def _read(self, own: ReadPlan | None) -> None:
@@ -156,27 +161,17 @@ class LoadSession:
     def _read_items(self, plan: LoadPlan) -> None:
         self.reader.read_data(self.planner.finish_plan(plan), self.planner).wait()
 
-    def _finish(self, values: STATE_DICT_TYPE, give_back: Callable[[STATE_DICT_TYPE], None]) -> None:
+    def _finish(self) -> None:
         if self._own is not None:
             self._own.write_back()
-        give_back(values)
+        self.give_back(self._values)
 
-    def _load_together(
-        self, state_dict: Callable[[], STATE_DICT_TYPE], give_back: Callable[[STATE_DICT_TYPE], None]
-    ) -> None:
-        values: STATE_DICT_TYPE = {}
+    def _load_together(self) -> None:
         alone, root, nodes, name = self._agree()
 
         def plan() -> bytes:
-            nonlocal values
-            values = state_dict()
-            self._set_up(values, root)
+            self._set_up(root)
             return messages.encode(self._items())
-
-        def read_alone() -> None:
-            nonlocal values
-            values = state_dict()
-            self._read_alone(values, root)
 
         def combine(parts: list[bytes]) -> list[bytes]:
             plans = self.planner.create_global_plan([messages.decode(part, LoadPlan) for part in parts])
@@ -184,57 +179,35 @@ class LoadSession:
 
         # The caller's objects get their states only when every rank has read.
         if alone and all(nodes) and self.team.plane is not None:
-            values = self._read_once_per_node(nodes, name, state_dict, root, self.team.plane.timeout)
+            self._read_once_per_node(nodes, name, root, self.team.plane.timeout)
         elif alone:
-            self.team.together(read_alone)
+            self.team.together(partial(self._read_alone, root))
         else:
             central = messages.decode(self.team.reduce_scatter(plan, combine), LoadPlan)
             self.team.together(lambda: self._read_items(central))
-        self.team.together(lambda: self._finish(values, give_back))
+        self.team.together(self._finish)
 
-    def _read_once_per_node(
-        self,
-        nodes: list[str],
-        name: str,
-        state_dict: Callable[[], STATE_DICT_TYPE],
-        root: bytes | None,
-        timeout: timedelta,
-    ) -> STATE_DICT_TYPE:
+    def _read_once_per_node(self, nodes: list[str], name: str, root: bytes | None, timeout: timedelta) -> None:
         """Read what several ranks of a node need once, and send it to them; errors are exchanged after each step."""
-        values: STATE_DICT_TYPE = {}
-        own: ReadPlan | None = None
-        node: Node | None = None
-        passed: list[Passed] = []
         here = [rank for rank, where in zip(self.team.ranks, nodes, strict=True) if where == nodes[self.team.rank]]
 
-        def make_plan() -> None:
-            nonlocal values, own
-            values = state_dict()
-            self._set_up(values, root)
-            own = self._own_plan()
-
-        def agree() -> None:
-            nonlocal node
+        def steps() -> Generator[None]:
+            self._set_up(root)
+            own = self._own_plan()  # None: a custom planner's tensors need not be those of the state dict
+            yield
             node = Node(here, name, timeout)
-            passed.extend(node.agree(own.targets if own is not None else ()))
-
-        def read() -> None:
-            assert node is not None
-            # A custom planner's tensors need not be those of the state dict.
-            self._read(None if own is None else node.own_part(own, passed))
-
-        def pass_on() -> None:
-            assert node is not None
-            if own is not None:
-                node.pass_on(own.targets, passed)
-
-        try:
-            for step in (make_plan, agree, read, pass_on):
-                self.team.together(step)
-        finally:
-            if node is not None:
+            try:
+                passed = node.agree(() if own is None else own.targets)
+                yield
+                self._read(None if own is None else node.own_part(own, passed))
+                yield
+                node.pass_on(() if own is None else own.targets, passed)
+            finally:
                 node.close()
-        return values
+
+        with closing(steps()) as going:
+            for _ in range(4):
+                self.team.together(partial(next, going, None))
 
     def _agree(self) -> tuple[bool, bytes | None, list[str], str]:
         """Whether each rank can plan for itself; the root, read by the coordinator, if all readers take one; the name
@@ -264,7 +237,6 @@ def _plans_alone(one: LoadPlanner | StorageReader) -> bool:
 
 
 _PIECE: Final = 32 << 20  # bytes that are sent at once
-_ALIGNMENT: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,11 +357,8 @@ class Node:
                     self._exchange(each, piece, buffer)
 
     def _exchange(self, each: Passed, piece: list[torch.Tensor], buffer: torch.Tensor) -> None:
-        views, used = [], 0
-        for part in piece:
-            views.append(buffer[used : used + part.nbytes].view(part.dtype).view(part.shape))
-            used += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
-        sent = buffer[:used]
+        specs = [(part.shape, part.dtype) for part in piece]
+        views, sent = carve(buffer, specs), buffer[: room_of(specs)]
         if self._position == each.reader:
             for view, part in zip(views, piece, strict=True):
                 view.copy_(part)
@@ -422,7 +391,7 @@ def _pieces(targets: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         whole = as_bytes(target)
         for window in row_major_windows(whole.shape, _PIECE // whole.dtype.itemsize):
             part = whole[window.slices()]
-            room = -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+            room = room_of([(part.shape, part.dtype)])
             if used + room > _PIECE:
                 yield batch
                 batch, used = [], 0

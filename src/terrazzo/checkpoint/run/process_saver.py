@@ -22,13 +22,11 @@ from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.native.names import as_told, for_torch
 from terrazzo.checkpoint.run.coordination import Failure, Team, with_plane
 from terrazzo.checkpoint.run.save_session import SaveSession
-from terrazzo.checkpoint.run.staging import HostMemory, Skeleton, carve, layout_of, put_together, take_apart
+from terrazzo.checkpoint.run.staging import HostMemory, Skeleton, Specs, carve, put_together, take_apart
 from terrazzo.comm.addresses import listen_at, own_address
 from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
 from terrazzo.comm.processes import host_identity
 from terrazzo.errors import CheckpointError
-
-Specs = list[tuple[torch.Size, torch.dtype]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,5 +203,4 @@ def _unpack(parcel: Parcel, buffer: torch.Tensor | None) -> STATE_DICT_TYPE:
         raise parcel.error.exception()
     if buffer is None:
         return parcel.skeleton.values
-    positions, _ = layout_of(parcel.specs)
-    return put_together(parcel.skeleton, carve(buffer, parcel.specs, positions))
+    return put_together(parcel.skeleton, carve(buffer, parcel.specs))

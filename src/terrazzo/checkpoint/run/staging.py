@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 import torch
@@ -423,31 +423,31 @@ class HostMemory:
                 _copy_in_host_memory(targets, sources, self._large)
         return list(self._views)
 
-    def _in_buffer(self, specs: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
-        positions, total = layout_of(specs)
+    def _in_buffer(self, specs: Specs) -> list[torch.Tensor]:
+        total = room_of(specs)
         if self.buffer is None or self.buffer.numel() < total:
             self.buffer = self._pinned = None  # free the old one before the new one is allocated
             self.buffer = torch.empty(max(total, 1), dtype=torch.uint8, device="cpu")
             if self.shared:
                 self.buffer.share_memory_()
         self._slabs = []
-        return carve(self.buffer, specs, positions)
+        return carve(self.buffer, specs)
 
-    def _in_slabs(self, specs: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
+    def _in_slabs(self, specs: Specs) -> list[torch.Tensor]:
         """Tensors in slabs; a tensor that is larger than a slab gets one whose size is a multiple."""
         self.buffer = None
         free = sorted(self._slabs, key=torch.Tensor.numel)
         used: list[torch.Tensor] = []
         views: list[torch.Tensor] = []
         end = 0
-        for shape, dtype in specs:
-            room = -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        for each in specs:
+            room = room_of([each])
             if not used or end + room > used[-1].numel():
                 wanted = max(-(-room // self.slab_bytes), 1) * self.slab_bytes
                 place = next((place for place, slab in enumerate(free) if slab.numel() >= wanted), None)
                 used.append(self.accelerator.pinned(wanted) if place is None else free.pop(place))
                 end = 0
-            views += carve(used[-1], [(shape, dtype)], [end])
+            views += carve(used[-1], [each], end)
             end += room
         self._slabs = used or free[:1] or [self.accelerator.pinned(self.slab_bytes)]  # free the others
         return views
@@ -484,23 +484,18 @@ def _is_its_bytes(tensor: torch.Tensor) -> bool:
     )
 
 
-def layout_of(specs: Sequence[tuple[torch.Size, torch.dtype]]) -> tuple[list[int], int]:
-    """The offsets of tensors of these shapes and dtypes in a common buffer, and its size."""
-    positions = []
-    total = 0
-    for shape, dtype in specs:
-        positions.append(total)
-        nbytes = shape.numel() * dtype.itemsize
-        total += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return positions, total
+Specs: TypeAlias = Sequence[tuple[torch.Size, torch.dtype]]
 
 
-def carve(
-    buffer: torch.Tensor, specs: Sequence[tuple[torch.Size, torch.dtype]], positions: Sequence[int]
-) -> list[torch.Tensor]:
-    """Views of a buffer of bytes as tensors of these shapes and dtypes."""
+def room_of(specs: Specs) -> int:
+    """The bytes of tensors of these shapes and dtypes in a common buffer."""
+    return sum([-(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in specs])
+
+
+def carve(buffer: torch.Tensor, specs: Specs, start: int = 0) -> list[torch.Tensor]:
+    """Views of a buffer of bytes, from `start` on, as tensors of these shapes and dtypes."""
     views = []
-    for (shape, dtype), start in zip(specs, positions, strict=True):
-        nbytes = shape.numel() * dtype.itemsize
-        views.append(buffer[start : start + nbytes].view(dtype).view(shape))
+    for shape, dtype in specs:
+        views.append(buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape))
+        start += room_of([(shape, dtype)])
     return views
