@@ -14,7 +14,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -52,17 +53,10 @@ class _Start(msgspec.Struct, array_like=True, frozen=True):
     unsure: list[int]  # groups of holders whose notes differ
 
 
-@dataclass(frozen=True, slots=True)
-class _Could:
-    """What this rank could write; with the local plan, if planner or writer need items."""
-
-    held: Agreement | None = None
-    plan: SavePlan | None = None
-
-
 @dataclass(slots=True)
 class SaveSession:
-    """The state of one save on one rank."""
+    """The state of one save on one rank. `writer` and `side`, which is the writer as the save uses it, are there when
+    the save has begun."""
 
     planner: SavePlanner
     given_writer: StorageWriter | None
@@ -70,8 +64,10 @@ class SaveSession:
     checkpoint_id: Any
     store: Store | None = None
     base: str | os.PathLike[str] | Store | None = None
-    _writer: StorageWriter | None = None
-    _side: SaveSide | None = None
+    writer: StorageWriter = field(init=False, repr=False)
+    side: SaveSide = field(init=False, repr=False)
+    _held: Agreement | None = None  # what this rank could write
+    _plan: SavePlan | None = None  # the same as items, if planner or writer need them
     _metadata: Metadata | None = None  # on the coordinator, when the checkpoint is committed
 
     def run(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> Metadata:
@@ -83,35 +79,20 @@ class SaveSession:
                     outcome = self.team.reduce(write, commit, lambda: self.side.may_abandon())
                     return self.side.describe_committed(outcome) if self._metadata is None else self._metadata
             except CheckpointException as failed:
-                if self._side is not None and getattr(failed, "_discard", False):
-                    self._discard(self._side)
+                if getattr(failed, "_discard", False) and hasattr(self, "side"):
+                    try:
+                        self.side.abandon()
+                    except (CheckpointError, OSError) as error:  # the error of the save itself is raised
+                        LOGGER.warning("%s: files of the failed save could not be removed: %s", self.team.doing, error)
                 raise
             finally:
                 if self._own is not None:
                     self._own.forget()
 
-    def _discard(self, side: SaveSide) -> None:
-        try:
-            side.abandon()
-        except (CheckpointError, OSError) as error:  # the error of the save itself will be raised
-            LOGGER.warning("%s: files of the failed save could not be removed: %s", self.team.doing, error)
-
-    @property
-    def writer(self) -> StorageWriter:
-        """The writer; only after the save has begun."""
-        assert self._writer is not None
-        return self._writer
-
-    @property
-    def side(self) -> SaveSide:
-        """The writer, as the save uses it; only after the save has begun."""
-        assert self._side is not None
-        return self._side
-
     @property
     def _row_writer(self) -> RowWriter:
-        assert isinstance(self._writer, RowWriter)
-        return self._writer
+        assert isinstance(self.writer, RowWriter)
+        return self.writer
 
     @property
     def _own(self) -> DefaultSavePlanner | None:
@@ -122,13 +103,12 @@ class SaveSession:
         self, state_dict: Callable[[], STATE_DICT_TYPE], event: Event
     ) -> tuple[Callable[[], bytes], Callable[[list[bytes]], bytes]]:
         """When all ranks have planned: what writes this rank's part, and what commits, on the coordinator."""
-        could, start = self._agree_to_start(state_dict)
-        central = None if start.alone else self._global_plan(could)
+        start = self._agree_to_start(state_dict)
+        central = None if start.alone else self._global_plan()
         answer = b""
         if start.alone and start.unsure:
-            assert could.held is not None
-            numbers = could.held.numbers
-            answer = self.team.reduce_scatter(lambda: numbers(start.unsure), answers)
+            assert self._held is not None
+            answer = self.team.reduce_scatter(partial(self._held.numbers, start.unsure), answers)
 
         def write() -> bytes:
             rows: list[Row] = []
@@ -136,9 +116,9 @@ class SaveSession:
             if central is not None:
                 plan: SavePlan | None = central[0]
             else:
-                assert could.held is not None
-                rows = could.held.settled(start.unsure, answer)
-                plan, paths = could.plan, could.held.paths
+                assert self._held is not None
+                rows = self._held.settled(start.unsure, answer)
+                plan, paths = self._plan, self._held.paths
                 if plan is not None and self._own is not None:
                     shared = replace(plan, items=self._own.items_of(plan, rows))
                     plan = self._row_writer.placed(shared, start.arranged, self.team.rank)
@@ -164,18 +144,16 @@ class SaveSession:
     def _items(self) -> SavePlan:
         return self.writer.prepare_local_plan(self.planner.create_local_plan())
 
-    def _agree_to_start(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> tuple[_Could, _Start]:
+    def _agree_to_start(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> _Start:
         """Plan on every rank, and wait until every rank has; nothing is written before."""
-        could = _Could()
 
         def prepare() -> bytes:
-            nonlocal could
             check_planner(self.planner)
             values = state_dict()
-            self._writer = find_writer(self.given_writer, self.checkpoint_id, self.store)
-            self._side = side_of_writer(self._writer)
+            self.writer = find_writer(self.given_writer, self.checkpoint_id, self.store)
+            self.side = side_of_writer(self.writer)
             if self.base is not None:
-                self._side.build_on(store_at(self.base) if isinstance(self.base, (str, os.PathLike)) else self.base)
+                self.side.build_on(store_at(self.base) if isinstance(self.base, (str, os.PathLike)) else self.base)
             own = self._own
             if own is not None:
                 own.set_up_ranks(self.team.rank, self.team.ranks)
@@ -183,20 +161,16 @@ class SaveSession:
             self.writer.set_up_storage_writer(self.team.is_coordinator)
             with operation("plan", self.checkpoint_id, self.team.rank) as event:
                 held = own.hold() if own is not None and self.side.takes_rows else None
-                if held is not None:
-                    could = _Could(held)
-                    event.details["items"] = len(held.rows)
+                if held is None:
+                    self._plan = self._items()
+                    event.details["items"] = len(self._plan.items)
+                    held = None if own is None else own.hold_items(self._plan)
                 else:
-                    plan = self._items()
-                    could = _Could(None if own is None else own.hold_items(plan), plan)
-                    event.details["items"] = len(plan.items)
+                    event.details["items"] = len(held.rows)
+                self._held = held
             alone = own is not None and own.plans_alone and self.side.plans_alone
-            hello = _Hello(
-                alone,
-                about=self.side.about(could.held.rows) if alone and could.held is not None else b"",
-                notes=could.held.notes() if could.held is not None else [],
-            )
-            return msgspec.msgpack.encode(hello)
+            about = self.side.about(held.rows) if alone and held is not None else b""
+            return msgspec.msgpack.encode(_Hello(alone, [] if held is None else held.notes(), about))
 
         def agree(parts: list[bytes]) -> bytes:
             hellos = [msgspec.msgpack.decode(part, type=_Hello) for part in parts]
@@ -205,16 +179,14 @@ class SaveSession:
             arranged = self.side.arranged([hello.about for hello in hellos]) if alone else b""
             return msgspec.msgpack.encode(_Start(arranged, alone, unsure))
 
-        start = msgspec.msgpack.decode(self.team.reduce(prepare, agree), type=_Start)
-        return could, start
+        return msgspec.msgpack.decode(self.team.reduce(prepare, agree), type=_Start)
 
-    def _global_plan(self, could: _Could) -> tuple[SavePlan, Metadata | None]:
+    def _global_plan(self) -> tuple[SavePlan, Metadata | None]:
         """This rank's part of a plan that the coordinator makes, and on the coordinator the metadata."""
         metadata: Metadata | None = None
 
         def send() -> bytes:
-            plan = could.plan if could.plan is not None else self._items()  # another rank needs items
-            return messages.encode(plan)
+            return messages.encode(self._items() if self._plan is None else self._plan)  # another rank needs items
 
         def combine(parts: list[bytes]) -> list[bytes]:
             nonlocal metadata
