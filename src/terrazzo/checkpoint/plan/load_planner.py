@@ -32,7 +32,7 @@ from terrazzo.checkpoint.plan.flatten import PerRank, check_names, flatten_state
 from terrazzo.checkpoint.plan.sharded import ShardViews, global_size, is_sharded, plain_chunk
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from terrazzo.checkpoint.run.events import LOGGER
-from terrazzo.checkpoint.torch_api.items import items_of, value_item
+from terrazzo.checkpoint.torch_api.items import is_unchanged, items_of, value_item
 from terrazzo.errors import CheckpointError, CheckpointMismatchError, TerrazzoError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
@@ -128,10 +128,7 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def read_plan(self) -> ReadPlan | None:
         """The local plan in the library's own form; None if a subclass makes, sees or changes items."""
-        kind, own = type(self), vars(self)
-        if any(getattr(kind, name) is not getattr(DefaultLoadPlanner, name) or name in own for name in _SEES_ITEMS):
-            return None
-        return self._planned()
+        return self._planned() if is_unchanged(self, DefaultLoadPlanner, _SEES_ITEMS) else None
 
     @torch.no_grad()
     def _planned(self) -> ReadPlan:

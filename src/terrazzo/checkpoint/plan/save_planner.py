@@ -36,7 +36,7 @@ from terrazzo.checkpoint.plan.flatten import (
 from terrazzo.checkpoint.plan.ownership import Agreement, Claim, digests_of_tensors
 from terrazzo.checkpoint.plan.sharded import Holders, ShardViews, check_storable, is_sharded, plain_view
 from terrazzo.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
-from terrazzo.checkpoint.torch_api.items import deduplicated, item_of, merged_metadata, rows_of
+from terrazzo.checkpoint.torch_api.items import deduplicated, is_unchanged, item_of, merged_metadata, rows_of
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
@@ -160,10 +160,7 @@ class DefaultSavePlanner(SavePlanner):
 
     def hold(self) -> Agreement | None:
         """What this rank could write as rows; None if a subclass makes, sees or changes items."""
-        kind, own = type(self), vars(self)
-        if any(getattr(kind, name) is not getattr(DefaultSavePlanner, name) or name in own for name in _SEES_ITEMS):
-            return None
-        return self._agreeing(*self._all_held())
+        return self._agreeing(*self._all_held()) if is_unchanged(self, DefaultSavePlanner, _SEES_ITEMS) else None
 
     def hold_items(self, plan: SavePlan) -> Agreement:
         """The same of a plan's items, which a subclass may have made or changed; `items_of` is the way back."""
@@ -276,12 +273,7 @@ class DefaultSavePlanner(SavePlanner):
     @property
     def _hands_out_memory(self) -> bool:
         """Whether what is written is the state dict's own memory: false when a subclass converts it."""
-        kind = type(self)
-        return (
-            kind.resolve_data is DefaultSavePlanner.resolve_data
-            and kind.lookup_object is DefaultSavePlanner.lookup_object
-            and kind.transform_object is DefaultSavePlanner.transform_object
-        )
+        return is_unchanged(self, DefaultSavePlanner, ("resolve_data", "lookup_object", "transform_object"))
 
     def _claim(self, row: Row) -> Claim:
         name, form = row.name, row.form

@@ -47,6 +47,11 @@ _THEIRS: Final = "torch.distributed.checkpoint.default_planner"
 AT_ONCE: Final = 32 << 20  # bytes of tensors that are read into memory of their own together
 
 
+def is_unchanged(one: object, base: type, names: Iterable[str]) -> bool:
+    """Whether an object has these methods from `base`: neither its class nor the object itself has others."""
+    return all(getattr(type(one), name) is getattr(base, name) and name not in vars(one) for name in names)
+
+
 def rows_of(items: Sequence[WriteItem], planner: SavePlanner | None = None) -> list[Row]:
     """PyTorch's items as rows; the planner is asked for the data of a tensor when it is written.
 

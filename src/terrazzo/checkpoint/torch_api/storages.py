@@ -22,7 +22,7 @@ from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, Rea
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import Store
-from terrazzo.checkpoint.torch_api.items import AT_ONCE, fill_items, items_of, rows_of, value_item
+from terrazzo.checkpoint.torch_api.items import AT_ONCE, fill_items, is_unchanged, items_of, rows_of, value_item
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
@@ -266,8 +266,7 @@ class RowWriter(SaveSide, StorageWriter):
     @property
     def takes_rows(self) -> bool:  # type: ignore[override]  # the same
         """Whether a rank's part comes as rows: not if a subclass sees or changes PyTorch's plans."""
-        kind, own = type(self), vars(self)
-        return all(getattr(kind, name) is getattr(RowWriter, name) and name not in own for name in _WRITER_SEES)
+        return is_unchanged(self, RowWriter, _WRITER_SEES)
 
     @abc.abstractmethod
     def write(self, rows: Sequence[Row], arranged: bytes, rank: int) -> Sequence[WriteResult]:
