@@ -153,9 +153,10 @@ class Overlap(msgspec.Struct, frozen=True, gc=False):
 
 def overlapping(chunks: Chunks | Sequence[Any], box: Box) -> tuple[Overlap, ...]:
     """What a box shares with each chunk that has elements of it: of a table, or of a list of PyTorch's chunks."""
-    itself = _chunk_itself(chunks, box)
-    if itself is not None:
-        return itself
+    number = chunks.number_of(box) if isinstance(chunks, GridChunks) else -1
+    if number >= 0:
+        start = (0,) * len(box.lengths)
+        return (Overlap(number, box, start, start, box.lengths),)
     near = chunks.near(box) if isinstance(chunks, Chunks) else [(n, _box(chunk)) for n, chunk in enumerate(chunks)]
     found = []
     for number, chunk in near:
@@ -171,11 +172,9 @@ def complete_parts(source: str, chunks: Chunks | Sequence[Any], box: Box) -> tup
 
     `chunks` may be the list of an entry of the metadata.
     """
-    chunks = getattr(chunks, "table", chunks)
-    parts = _chunk_itself(chunks, box)
-    if parts is not None:
+    parts = overlapping(getattr(chunks, "table", chunks), box)
+    if len(parts) == 1 and parts[0].lengths == box.lengths:  # as mostly
         return parts
-    parts = overlapping(chunks, box)
     missing = box.numel - sum([prod(part.lengths) for part in parts])
     if missing:
         raise CheckpointError(
@@ -183,15 +182,6 @@ def complete_parts(source: str, chunks: Chunks | Sequence[Any], box: Box) -> tup
             f"incomplete"
         )
     return parts
-
-
-def _chunk_itself(chunks: Chunks | Sequence[Any], box: Box) -> tuple[Overlap, ...] | None:
-    """The overlap of a chunk with itself, as mostly; None if the box is no chunk of a grid."""
-    number = chunks.number_of(box) if isinstance(chunks, GridChunks) else -1
-    if number < 0:
-        return None
-    start = (0,) * len(box.lengths)
-    return (Overlap(number, box, start, start, box.lengths),)
 
 
 def _box(chunk: Any) -> Box:

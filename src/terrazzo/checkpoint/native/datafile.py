@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, count
 from typing import Any, Final
 
 import msgspec
@@ -48,13 +49,10 @@ class DataFileLayout:
 def lay_out(rows: Sequence[Row], save_id: str) -> DataFileLayout:
     """Order the rows and place them in a file."""
     ordered = tuple(sorted(rows, key=lambda row: (row.form.nbytes % PAGE != 0, -row.form.dtype.itemsize)))
-    header = file_header(ordered, [row.form.nbytes for row in ordered], save_id)
-    position = len(header)
-    starts = []
-    for row in ordered:
-        starts.append(position)
-        position += row.form.nbytes
-    return DataFileLayout(header, ordered, tuple(starts), position)
+    sizes = [row.form.nbytes for row in ordered]
+    header = file_header(ordered, sizes, save_id)
+    *starts, end = accumulate(sizes, initial=len(header))
+    return DataFileLayout(header, ordered, tuple(starts), end)
 
 
 def file_header(rows: Sequence[Row], stored: Sequence[int], save_id: str, size: int | None = None) -> bytes:
@@ -73,22 +71,13 @@ def file_header(rows: Sequence[Row], stored: Sequence[int], save_id: str, size: 
         if form.codec:
             code, shape, suffix = "U8", [nbytes], suffix + "#zstd"
         key = row.name + suffix
-        if key in entries:
-            key = _free_key(key, entries)
+        if key in entries:  # a tensor may be named like a slice of another
+            key = next(free for number in count(2) if (free := f"{key}#{number}") not in entries)
         entries[key] = {"dtype": code, "shape": shape, "data_offsets": (position, position + nbytes)}
         position += nbytes
     text = msgspec.json.encode(entries)
     text += b" " * (-(len(text) + 8) % PAGE if size is None else size - 8 - len(text))
     return len(text).to_bytes(8, "little") + text
-
-
-def _free_key(key: str, taken: dict[str, object]) -> str:
-    """The key, or if another chunk has it (a tensor may be named like a slice of another), one like it."""
-    found, number = key, 1
-    while found in taken:
-        number += 1
-        found = f"{key}#{number}"
-    return found
 
 
 # ------------------------------------------------------------------ writing one
@@ -337,7 +326,6 @@ def _has_its_size(base: Store, file: FileEntry) -> bool:
 
 def _numbers(stored: StoredChunk) -> tuple[list[int], list[int]]:
     """The checksums and stored lengths of a chunk's blocks."""
-    count = stored.blocks
-    sums = stored.sums[stored.first_sum : stored.first_sum + count].tolist()
-    frames = stored.frames[stored.first_frame : stored.first_frame + count].tolist() if stored.codec else []
+    sums = stored.sums[stored.first_sum :][: stored.blocks].tolist()
+    frames = stored.frames[stored.first_frame :][: stored.blocks].tolist() if stored.codec else []
     return sums, frames

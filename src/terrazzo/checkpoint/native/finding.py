@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 from typing import Final
 
 import msgspec
@@ -155,15 +156,9 @@ class PartIndexes:
         tensors = self.root.head.tensors
         parts = range(len(self.root.head.parts))
         self._load(parts)
-        described: dict[tuple[int, str, tuple[int, ...]], int] = {}
-        numbers_of_tensors = []
-        for tensor in tensors:
-            about = (tensor.kind, tensor.dtype, tensor.shape)
-            number = described.get(about)
-            if number is None:
-                number = described[about] = checksum(repr(about).encode())
-            numbers_of_tensors.append(number)
-        found = np.repeat(np.array(numbers_of_tensors, dtype=np.uint64)[:, None], 2, axis=1)
+        about = [(tensor.kind, tensor.dtype, tensor.shape) for tensor in tensors]
+        described = {each: checksum(repr(each).encode()) for each in set(about)}
+        found = np.repeat(np.array([described[each] for each in about], dtype=np.uint64)[:, None], 2, axis=1)
         seen = np.zeros(len(tensors), dtype=bool)
         for part in parts:
             rows, numbers, places = self.rows_of(part)
@@ -270,35 +265,22 @@ class PartIndexes:
     ) -> list[StoredChunk]:
         """The chunks in these rows of a part's index, each of a tensor; their shapes may be known already."""
         self.sizes_of(part, rows, numbers, tensors)
-        files, sums, frames = self.root.head.parts[part].files, rows.sums, rows.frames
-        return [
-            StoredChunk(
-                tensor.name,
-                files[file],
-                start,
-                nbytes,
-                shape,
-                tensor.dtype,
-                block,
-                sums,
-                first,
-                codec,
-                frames,
-                frame,
-            )
-            for tensor, file, start, nbytes, shape, block, first, codec, frame in zip(
-                tensors,
-                rows.files[numbers].tolist(),
-                rows.starts[numbers].tolist(),
-                rows.nbytes[numbers].tolist(),
-                rows.shapes_of(numbers) if shapes is None else shapes,
-                rows.blocks[numbers].tolist(),
-                rows.first_sum[numbers].tolist(),
-                rows.codecs[numbers].tolist(),
-                rows.first_frame[numbers].tolist(),
-                strict=True,
-            )
-        ]
+        files = self.root.head.parts[part].files
+        columns = (
+            [tensor.name for tensor in tensors],
+            [files[file] for file in rows.files[numbers].tolist()],
+            rows.starts[numbers].tolist(),
+            rows.nbytes[numbers].tolist(),
+            rows.shapes_of(numbers) if shapes is None else shapes,
+            [tensor.dtype for tensor in tensors],
+            rows.blocks[numbers].tolist(),
+            repeat(rows.sums, len(tensors)),
+            rows.first_sum[numbers].tolist(),
+            rows.codecs[numbers].tolist(),
+            repeat(rows.frames, len(tensors)),
+            rows.first_frame[numbers].tolist(),
+        )
+        return [StoredChunk(*each) for each in zip(*columns, strict=True)]  # they are its fields
 
 
 def in_file_order(wanted: list[WantedBox]) -> list[WantedBox]:
