@@ -7,7 +7,7 @@ few that overlap a box is array arithmetic, and makes boxes only when they are a
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 from typing import Any, Final
@@ -38,10 +38,6 @@ class Chunks(abc.ABC):
         return map(self.box, range(len(self)))
 
     @abc.abstractmethod
-    def identity(self) -> Hashable:
-        """Equal for tables of equal chunks."""
-
-    @abc.abstractmethod
     def near(self, box: Box) -> list[tuple[int, Box]]:
         """Chunks that may overlap the box, with their numbers."""
 
@@ -63,9 +59,6 @@ class ChunkTable(Chunks):
 
     def __repr__(self) -> str:
         return f"ChunkTable({list(self.boxes())})"
-
-    def identity(self) -> Hashable:
-        return self._boxes.tobytes()
 
     def near(self, box: Box) -> list[tuple[int, Box]]:
         numbers: Sequence[int] = range(len(self))
@@ -123,9 +116,6 @@ class GridChunks(Chunks):
 
     def __repr__(self) -> str:
         return f"GridChunks({self.shape}, {self.steps})"
-
-    def identity(self) -> Hashable:
-        return self.shape, self.steps
 
     def near(self, box: Box) -> list[tuple[int, Box]]:
         ranges = [

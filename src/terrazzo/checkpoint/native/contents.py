@@ -155,10 +155,5 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
         return f"ChunkList({self.table!r})"
 
 
-def table_of(chunks: Sequence[Any]) -> Chunks | Sequence[Any]:
-    """The table behind a list of chunks; the list itself if there is none."""
-    return chunks.table if isinstance(chunks, ChunkList) else chunks
-
-
 def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))

@@ -106,6 +106,14 @@ class WrittenRow(msgspec.Struct, eq=False, gc=False):
     frames: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A data file that is complete, and its rows; of a file that another checkpoint has, too, those of this one."""
+
+    entry: FileEntry
+    rows: list[WrittenRow]
+
+
 class Pump:
     """Writes rows that follow one another in a file; one per thread. `written` has them afterwards."""
 
@@ -259,8 +267,8 @@ class _Nowhere(Upload):
 
 def find_unchanged(
     rows: Sequence[Row], store: Store, base: Store, buffer_bytes: int, save_id: str
-) -> tuple[list[Row], list[tuple[FileEntry, WrittenRow]]]:
-    """Which of the rows have to be written, and which are in files of the base, that `store` has adopted.
+) -> tuple[list[Row], list[WrittenFile]]:
+    """Which of the rows have to be written; and files of the base that `store` has adopted, with the others.
 
     The save's id is for the adopted files' names.
     """
@@ -275,13 +283,13 @@ def find_unchanged(
         if found is not None and _is_same(row, found, buffer_bytes):
             candidates.append((row, found))
     adopted = _adopted([found for _, found in candidates], store, base, save_id)
-    reused = [
-        (adopted[found.file.name], WrittenRow(row, found.start, found.nbytes, *_numbers(found)))
-        for row, found in candidates
-        if found.file.name in adopted
-    ]
-    settled = {id(each.row) for _, each in reused}
-    return [row for row in rows if id(row) not in settled], reused
+    settled: set[int] = set()
+    for row, found in candidates:
+        file = adopted.get(found.file.name)
+        if file is not None:
+            file.rows.append(WrittenRow(row, found.start, found.nbytes, *_numbers(found)))
+            settled.add(id(row))
+    return [row for row in rows if id(row) not in settled], [*adopted.values()]
 
 
 def _is_same(row: Row, stored: StoredChunk, buffer_bytes: int) -> bool:
@@ -300,18 +308,18 @@ def _is_same(row: Row, stored: StoredChunk, buffer_bytes: int) -> bool:
     return (written.sums, written.frames) == _numbers(stored)
 
 
-def _adopted(found: Sequence[StoredChunk], store: Store, base: Store, save_id: str) -> dict[str, FileEntry]:
-    """The files that are worth keeping and that the store has adopted, by their names in the base."""
+def _adopted(found: Sequence[StoredChunk], store: Store, base: Store, save_id: str) -> dict[str, WrittenFile]:
+    """The files that are worth keeping and that the store has adopted, yet without rows, by their names in the base."""
     files = {each.file.name: each.file for each in found}
     used = dict.fromkeys(files, 0)
     for each in found:
         used[each.file.name] += each.nbytes
-    adopted: dict[str, FileEntry] = {}
+    adopted: dict[str, WrittenFile] = {}
     for name, file in files.items():
         if used[name] >= _WORTH_KEEPING * (file.size - file.header_size) and _has_its_size(base, file):
             key = store.adopt(base, name, adopted_name(save_id, name))
             if key is not None:
-                adopted[name] = msgspec.structs.replace(file, name=key)
+                adopted[name] = WrittenFile(msgspec.structs.replace(file, name=key), [])
     return adopted
 
 

@@ -129,9 +129,7 @@ def box_of_chunk(store: Store, chunk: StoredChunk, box: Box) -> Array:
     found = np.empty((*box.lengths, itemsize), np.uint8)
     if found.size == 0:
         return found
-    for span in spans(
-        box, chunk.shape, chunk.nbytes, itemsize, block=chunk.block, gap=0, limit=_WINDOW, bounded=bool(chunk.codec)
-    ):
+    for span in spans(chunk, box, block=chunk.block, gap=0, limit=_WINDOW, bounded=bool(chunk.codec)):
         data = _checked(store, chunk, span.low, span.high)
         strides = (*(stride * itemsize for stride in span.geometry.strides), 1)
         elements: Array = np.ndarray((*span.box.lengths, itemsize), np.uint8, data, span.first, strides)

@@ -91,11 +91,7 @@ class _AlikeRows(msgspec.Struct, frozen=True, eq=False):
     first: Array
 
 
-class _Chosen(msgspec.Struct, frozen=True, eq=False):
-    """Some of these chunks: which of the tensors that are looked at each is of, and where its box is."""
-
-    places: Array
-    positions: Array  # (chunks, 2 * dims)
+_Known: TypeAlias = dict[tuple[bytes, bytes, bytes], tuple[Array, Array]]
 
 
 class _AllTensors:
@@ -198,10 +194,11 @@ class _AllTensors:
         owner.
         """
         place = self._places(members)
-        shapes = self._shapes(members, ndim)
+        shapes = np.array([self.entries[number].shape for number in members.tolist()], np.int64)
+        shapes = shapes.reshape(len(members), ndim)
         steps = np.ones((len(members), ndim), dtype=np.int64)
         chunks = np.zeros(len(members), dtype=np.int64)
-        known: dict[tuple[bytes, bytes, bytes], _Chosen] = {}
+        known: _Known = {}
         for _, places, boxes in self._chunks(place, ndim, known):
             np.maximum.at(steps, places, boxes[:, 1])
             chunks += np.bincount(places, minlength=len(members))
@@ -261,14 +258,11 @@ class _AllTensors:
         place[members] = np.arange(len(members))
         return place
 
-    def _shapes(self, members: Array, ndim: int) -> Array:
-        shapes = [self.entries[number].shape for number in members.tolist()]
-        return np.array(shapes, dtype=np.int64).reshape(len(members), ndim)
+    def _chunks(self, place: Array, ndim: int, known: _Known) -> Iterator[tuple[int, Array, Array]]:
+        """For each rank: its chunks of tensors that have a `place` (others have -1), and their boxes.
 
-    def _chunks(
-        self, place: Array, ndim: int, known: dict[tuple[bytes, bytes, bytes], _Chosen]
-    ) -> Iterator[tuple[int, Array, Array]]:
-        """For each rank: its chunks of tensors that have a `place` (others have -1), and their boxes."""
+        `known` keeps the places, and where the boxes are, of ranks that have the same rows.
+        """
         for rank, part in enumerate(self._parts):
             key = (part.table, part.rows, part.forms)
             chosen = known.get(key)
@@ -277,10 +271,11 @@ class _AllTensors:
                 places = place[rows.tensors]
                 which = np.nonzero(places >= 0)[0]
                 positions = rows.first[rows.forms[which]][:, None] + np.arange(2 * ndim)
-                chosen = known[key] = _Chosen(places[which], positions)
-            if len(chosen.places):
+                chosen = known[key] = places[which], positions
+            own, at = chosen
+            if len(own):
                 flat = np.frombuffer(unpacked(part.boxes), "<i8")
-                yield rank, chosen.places, flat[chosen.positions].reshape(len(chosen.places), 2, ndim)
+                yield rank, own, flat[at].reshape(len(own), 2, ndim)
 
 
 def _described(entry: TensorEntry) -> str:

@@ -316,19 +316,8 @@ class Requests:
         found = self._spans.get(key)
         if found is None:
             bounded, block = bool(block), block or (chunk.block if self._verify else 1)
-            limit = max(self._staged_limit, _WINDOW)
-            itemsize, box = chunk.itemsize, Box(tuple(offsets), tuple(lengths))
-            found = spans(
-                box,
-                chunk.shape,
-                chunk.nbytes,
-                itemsize,
-                block=block,
-                gap=self._gap,
-                limit=limit,
-                bounded=bounded,
-                strides=chunk.strides,
-            )
+            box, limit = Box(tuple(offsets), tuple(lengths)), max(self._staged_limit, _WINDOW)
+            found = spans(chunk, box, block=block, gap=self._gap, limit=limit, bounded=bounded)
             self._spans[key] = found
         return found
 

@@ -112,6 +112,7 @@ class Root:
     def __init__(self, data: bytes | bytearray | memoryview, source: str) -> None:
         self.data = data
         self.source = source
+        self._tables: dict[tuple[int, tuple[int, ...]], Chunks] = {}
         view = memoryview(data)
         if len(data) < _PREAMBLE.size or bytes(data[:8]) != MAGIC:
             raise CheckpointCorruptError(f"{source}: this is no manifest, or its beginning is damaged")
@@ -221,10 +222,6 @@ class Root:
         """All names and their kinds: tensors in the order of the table, then objects."""
         names = {entry.name: entry.kind for entry in self.head.tensors}
         return names | {entry.name: entry.kind for entry in self.head.objects}
-
-    @cached_property
-    def _tables(self) -> dict[tuple[int, tuple[int, ...]], Chunks]:
-        return {}
 
     def chunks(self, tensor: RootTensor) -> Chunks:
         """The chunks of a tensor, which tensors of one shape and layout share."""

@@ -82,29 +82,20 @@ class Span(msgspec.Struct, frozen=True):
     in_one_run: bool  # all bytes from `low` to `high` are the box's
 
 
-def spans(
-    box: Box,
-    shape: tuple[int, ...],
-    nbytes: int,
-    itemsize: int,
-    *,
-    block: int,
-    gap: int,
-    limit: int,
-    bounded: bool = False,
-    strides: tuple[int, ...] | None = None,
-) -> list[Span]:
+def spans(chunk: StoredChunk, box: Box, *, block: int, gap: int, limit: int, bounded: bool = False) -> list[Span]:
     """A box of a chunk as what has to be read.
 
     `block` is what is checked as a whole (1: nothing is checked), `gap` the bytes that are not worth skipping, `limit`
     about the most that a span has, unless it is in one run and not to be `bounded`.
 
-    >>> [(span.low, span.high) for span in spans(Box((0, 0), (2, 1)), (2, 100), 800, 4, block=1, gap=0, limit=1000)]
+    >>> chunk = StoredChunk("w", FileEntry("f", 800, 0, 0), 0, 800, (2, 100), "float32", 8, None, 0)
+    >>> [(span.low, span.high) for span in spans(chunk, Box((0, 0), (2, 1)), block=1, gap=0, limit=1000)]
     [(0, 4), (400, 404)]
-    >>> [(span.low, span.high) for span in spans(Box((0, 0), (2, 1)), (2, 100), 800, 4, block=8, gap=500, limit=1000)]
+    >>> [(span.low, span.high) for span in spans(chunk, Box((0, 0), (2, 1)), block=8, gap=500, limit=1000)]
     [(0, 408)]
     """
-    strides = strides_of(shape) if strides is None else strides
+    strides = strides_of(chunk.shape) if chunk.strides is None else chunk.strides
+    nbytes, itemsize = chunk.nbytes, chunk.itemsize
     whole = _span(box, box, strides, nbytes, itemsize, block)
     if whole.in_one_run and not bounded:
         return [whole]

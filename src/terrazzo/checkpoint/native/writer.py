@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from terrazzo._threads import results_of
-from terrazzo.checkpoint.native.datafile import DataFileLayout, Pump, WrittenRow, file_header, find_unchanged, lay_out
+from terrazzo.checkpoint.native.datafile import DataFileLayout, Pump, WrittenFile, file_header, find_unchanged, lay_out
 from terrazzo.checkpoint.native.format import (
     FRAME,
     INLINE_INDEX,
@@ -67,14 +67,14 @@ def write_part(
     rows, tied = _without_tied(rows)
     if store.caps.file_bytes is not None:
         rows, tied = _cut(rows, tied, store.caps.file_bytes)
-    reused: list[tuple[FileEntry, WrittenRow]] = []
+    reused: list[WrittenFile] = []
     if base is not None:
         rows, reused = find_unchanged(rows, store, base, options.buffer_bytes, files.save_id)
     groups = _groups(rows, options, store.caps.file_bytes)
     layouts = [lay_out(group, files.save_id) for group in groups]
     names = [data_name(files.save_id, files.rank, index if len(layouts) > 1 else None) for index in range(len(layouts))]
     # Not those that kept their names: they are the base's own, in this very place.
-    adopted = {file.name for file, _ in reused if save_of(file.name) == files.save_id}
+    adopted = {file.entry.name for file in reused if save_of(file.entry.name) == files.save_id}
     # Of a single file, the end is left to the disk while the part is described.
     unfinished: list[Upload] | None = [] if len(layouts) == 1 else None
     writes = [
@@ -83,7 +83,7 @@ def write_part(
     try:
         # Of files that are sent as a whole, several are under way.
         written = results_of(writes, 1 if store.caps.in_place else _FILES_AT_ONCE, "terrazzo-write")
-        written = [_with_tied(file, tied) for file in [*written, *_as_files(reused)]]
+        written = [_with_tied(file, tied) for file in [*written, *reused]]
         entry = _part_entry(store, written, files)
         stored = [each.row for file in written for each in file.rows]
         boxes = [row.form.box.offsets + row.form.box.lengths for row in stored]
@@ -153,7 +153,7 @@ def _cut(rows: list[Row], tied: _Tied, limit: int) -> tuple[list[Row], _Tied]:
     return found, ties
 
 
-def _with_tied(file: _WrittenFile, tied: _Tied) -> _WrittenFile:
+def _with_tied(file: WrittenFile, tied: _Tied) -> WrittenFile:
     """The file with the rows, too, that are the same memory as one of its own: they are stored in the same place."""
     if not any(id(each.row) in tied for each in file.rows):
         return file
@@ -161,18 +161,10 @@ def _with_tied(file: _WrittenFile, tied: _Tied) -> _WrittenFile:
     for each in file.rows:
         rows.append(each)
         rows += [msgspec.structs.replace(each, row=same) for same in tied.get(id(each.row), ())]
-    return _WrittenFile(file.entry, rows)
+    return WrittenFile(file.entry, rows)
 
 
-def _as_files(reused: Sequence[tuple[FileEntry, WrittenRow]]) -> list[_WrittenFile]:
-    """What is stored already, as files of which only these rows count."""
-    by_name: dict[str, _WrittenFile] = {}
-    for file, row in reused:
-        by_name.setdefault(file.name, _WrittenFile(file, [])).rows.append(row)
-    return [*by_name.values()]
-
-
-def _part_entry(store: Store, written: Sequence[_WrittenFile], files: FilesOfRank) -> PartEntry:
+def _part_entry(store: Store, written: Sequence[WrittenFile], files: FilesOfRank) -> PartEntry:
     """The root's entry of these files; a large index becomes a file, too."""
     entries = [file.entry for file in written]
     index = encode_index(_rows(written)) if written else b""
@@ -207,14 +199,6 @@ def _groups(rows: list[Row], options: WriteOptions, file_bytes: int | None) -> l
     return [*groups, group] if group else groups
 
 
-@dataclass(frozen=True, slots=True)
-class _WrittenFile:
-    """A data file that is complete, and its rows."""
-
-    entry: FileEntry
-    rows: list[WrittenRow]
-
-
 def _write_file(
     store: Store,
     name: str,
@@ -222,7 +206,7 @@ def _write_file(
     options: WriteOptions,
     files: FilesOfRank,
     unfinished: list[Upload] | None = None,
-) -> _WrittenFile:
+) -> WrittenFile:
     """Write a data file; if there is a list for it, the upload is only begun to be finished, and added to that."""
     header = layout.header
     upload = store.upload(name, layout.size)
@@ -242,7 +226,7 @@ def _write_file(
         if options.compression:  # only now is it known where each row lies
             header = file_header(layout.rows, [row.nbytes for row in rows], files.save_id, len(header))
             upload.write(0, [memoryview(header)])
-        written = _WrittenFile(FileEntry(name, end, len(header), checksum(header)), rows)
+        written = WrittenFile(FileEntry(name, end, len(header), checksum(header)), rows)
         upload.truncate(end)
     except BaseException:
         upload.abort()
@@ -255,7 +239,7 @@ def _write_file(
     return written
 
 
-def _rows(files: Sequence[_WrittenFile]) -> IndexRows:
+def _rows(files: Sequence[WrittenFile]) -> IndexRows:
     written = [each for file in files for each in file.rows]
     rows = [each.row for each in written]
     forms = [row.form for row in rows]

@@ -367,7 +367,14 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def digests_of_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """`digest_of_tensor` of each; the host waits once for each device."""
+    """64 bits of each tensor that depend on every element; the host waits once for each device.
+
+    Digests can be compared only if made on the same type of device.
+
+    >>> transposed = torch.tensor([[0, 3], [1, 4], [2, 5]])
+    >>> digests_of_tensors([torch.arange(6).reshape(2, 3).T]) == digests_of_tensors([transposed])
+    True
+    """
     digests: list[int] = []
     on_devices: dict[torch.device, dict[int, torch.Tensor]] = {}  # by the place among the digests
     for i, tensor in enumerate(tensors):
@@ -380,15 +387,6 @@ def digests_of_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
         for i, value in zip(computed, torch.stack([*computed.values()]).tolist(), strict=True):
             digests[i] = value & 0xFFFFFFFFFFFFFFFF
     return digests
-
-
-def digest_of_tensor(tensor: torch.Tensor) -> int:
-    """64 bits that depend on every element. Digests can be compared only if made on the same type of device.
-
-    >>> digest_of_tensor(torch.arange(6).reshape(2, 3).T) == digest_of_tensor(torch.tensor([[0, 3], [1, 4], [2, 5]]))
-    True
-    """
-    return digests_of_tensors([tensor])[0]
 
 
 def _digest_on_host(tensor: torch.Tensor) -> int:

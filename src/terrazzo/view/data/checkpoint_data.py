@@ -12,8 +12,8 @@ from typing import Any, Final
 from terrazzo.checkpoint import Checkpoint
 from terrazzo.checkpoint.listing import Listed, Listing, in_order
 from terrazzo.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from terrazzo.checkpoint.native.chunks import Chunks, GridChunks
-from terrazzo.checkpoint.native.contents import StoredPlaces, table_of
+from terrazzo.checkpoint.native.chunks import GridChunks
+from terrazzo.checkpoint.native.contents import StoredPlaces
 from terrazzo.checkpoint.tools.lazy import ReaderListing
 from terrazzo.view.data.numbers import or_none
 
@@ -87,14 +87,13 @@ def _kind(listed: Listed, entry: Any) -> tuple[Hashable, dict[str, Any]]:
     del about_it["name"]
     if not isinstance(entry, TensorStorageMetadata):
         return None, about_it | {"cut": None}
-    table = table_of(entry.chunks)
-    identity = table.identity() if isinstance(table, Chunks) else id(entry)
-    return (about_it["dtype"], tuple(entry.size), identity), about_it | {"cut": _cut(entry.chunks)}
+    # Of terrazzo's format, tensors that are alike have one entry.
+    return (about_it["dtype"], tuple(entry.size), id(entry)), about_it | {"cut": _cut(entry.chunks)}
 
 
 def _cut(chunks: Sequence[ChunkStorageMetadata]) -> dict[str, Any] | None:
     """How a tensor is cut: at multiples of steps, or into these boxes; None if there are too many to list."""
-    table = table_of(chunks)
+    table = getattr(chunks, "table", None)
     if isinstance(table, GridChunks):
         return {"steps": list(table.steps)}
     if len(chunks) > _LISTED:
