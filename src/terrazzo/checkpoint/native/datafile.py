@@ -123,9 +123,8 @@ class Pump:
         self._piece = _PIECE_BESIDE if beside else _PIECE
         self._checksum = _checksum_beside if beside else checksum
         self._end = start
-        # With how many bytes of each have one checksum, and where these go.
-        self._waiting: list[tuple[memoryview, int, list[int]]] = []
-        self._kept: list[object] = []  # what owns the waiting memory
+        # With how many bytes of each have one checksum, where these go, and what owns the memory.
+        self._waiting: list[tuple[memoryview, int, list[int], object]] = []
         self._buffer_bytes = max(buffer_bytes // BLOCK, 1) * BLOCK
         self.written: list[WrittenRow] = []
 
@@ -139,8 +138,7 @@ class Pump:
             for data, owner, block in self._pieces(written):
                 if owner is None:
                     self._flush(self._file.give)
-                self._waiting.append((data, block, written.sums))
-                self._kept.append(owner)
+                self._waiting.append((data, block, written.sums, owner))
                 end, waiting = end + len(data), waiting + len(data)
                 if owner is None or waiting >= limit or len(self._waiting) >= _MAX_BUFFERS:
                     self._flush(self._file.write if owner is None else self._file.give)
@@ -155,15 +153,16 @@ class Pump:
         interpreter's lock, too, and often have to wait for it if the main thread wants it.
         """
         if self._waiting:
-            for data, block, sums in self._waiting:
+            for data, block, sums, _ in self._waiting:
                 if len(data) <= block:
                     sums.append(self._checksum(data))
                 else:
                     for start in range(0, len(data), block):
                         sums.append(self._checksum(data[start : start + block]))
-            put(self._end, [data for data, _, _ in self._waiting])
-            self._end += sum([len(data) for data, _, _ in self._waiting])
-            self._waiting, self._kept = [], []
+            pieces = [data for data, _, _, _ in self._waiting]
+            put(self._end, pieces)
+            self._end += sum(map(len, pieces))
+            self._waiting = []
 
     def _pieces(self, written: WrittenRow) -> Iterator[tuple[memoryview, object, int]]:
         """The bytes of a row: pieces of memory, what owns it (None: it will be used again), and a block's length."""

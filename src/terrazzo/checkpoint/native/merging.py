@@ -44,16 +44,8 @@ def merge(parts: Sequence[WrittenPart], save_id: str, planner_data: Any = None, 
     tensors = []
     for entry, alike in zip(names.entries, names.alike.tolist(), strict=True):
         layout, owner = found[alike]
-        tensors.append(
-            RootTensor(
-                entry.name,
-                entry.dtype,
-                entry.shape,
-                entry.kind,
-                layouts.setdefault(layout, len(layouts)),
-                owners.setdefault(owner, len(owners)),
-            )
-        )
+        numbers = layouts.setdefault(layout, len(layouts)), owners.setdefault(owner, len(owners))
+        tensors.append(RootTensor(entry.name, entry.dtype, entry.shape, entry.kind, *numbers))
     return encode_root(
         RootHead(
             save_id=save_id,

@@ -284,21 +284,10 @@ class Requests:
         filling = _Filling(want.memory, len(places))
         for span in places:
             first, last = span.low // chunk.block, -(-span.high // chunk.block)
-            begin = int(ends[first] - frames[first])
-            size = int(ends[last - 1]) - begin
+            own = frames[first:last]
+            start, size = chunk.start + int(ends[first] - frames[first]), int(own.sum())
             stored = room_for(self._store, chunk.file.name, size)
-            yield _FileRun(
-                chunk.file,
-                chunk.start + begin,
-                size,
-                chunk,
-                span.low,
-                filling,
-                stored,
-                span,
-                span.inside,
-                frames[first:last],
-            )
+            yield _FileRun(chunk.file, start, size, chunk, span.low, filling, stored, span, span.inside, own)
 
     def _in_place(self, chunk: StoredChunk, span: Span, memory: memoryview, filling: _Filling) -> Iterator[_FileRun]:
         """Runs that are read where they belong; a large one in steps."""

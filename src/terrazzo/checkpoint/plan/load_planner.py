@@ -150,19 +150,20 @@ class DefaultLoadPlanner(LoadPlanner):
         try:
             for name, value in self.state_dict.items():
                 entry = stored.get(name)
-                source: str | None = name
+                source = name
                 if entry is None or type(value) is PerRank:  # most values are stored under their own names
-                    source = self._stored_name(name, value, stored)
-                    if source is None:
+                    own = name_on_rank(name, self.rank)
+                    if own in stored:
+                        source, entry = own, stored[own]
+                    elif entry is None:
                         if isinstance(value, PerRank) and name_on_rank(name, 0) in stored:
                             self._kept.append(name)  # saved by fewer ranks
                         elif not (type(value) in (dict, list) and not value):  # an empty tensor needs nothing
                             missing.append(name)
                         continue
-                    entry = stored[source]
+                    # A value that is declared per rank now but was not when saved is the same for all.
                     if isinstance(value, PerRank):
                         value = value.value
-                assert source is not None
                 sharded = is_sharded(value)
                 if not (sharded or isinstance(value, torch.Tensor)):
                     if is_tensor_entry(entry):
@@ -195,16 +196,6 @@ class DefaultLoadPlanner(LoadPlanner):
             raise UnsupportedValueError(f"{name!r}: {fault}") from error
         self._report(missing, mismatched, stored)
         return ReadPlan(targets, values)
-
-    def _stored_name(self, name: str, value: Any, stored: Any) -> str | None:
-        """The name under which the checkpoint holds a value of the state dict."""
-        if not isinstance(value, PerRank) and name in stored:
-            return name
-        own = name_on_rank(name, self.rank)
-        if own in stored:
-            return own
-        # A value that is declared per rank now but was not when saved is the same for all.
-        return name if isinstance(value, PerRank) and name in stored else None
 
     def _fault(self, size: torch.Size, dtype: torch.dtype, entry: TensorStorageMetadata) -> str | None:
         """Why a tensor cannot be loaded from an entry; None if it can."""

@@ -294,10 +294,12 @@ class DefaultSavePlanner(SavePlanner):
             for place, (claim, row) in enumerate(zip(claims, rows, strict=True))
             if claim.holders is None and row.value is not None and not claim.lowest and len(self.ranks) > 1
         ]
-        contents = _digests_of([rows[place].value for place in compared])
+        values = [rows[place].value for place in compared]
+        of_tensors = iter(digests_of_tensors([value for value in values if not isinstance(value, ObjectBytes)]))
         programs_of_torch = for_torch()  # PyTorch writes any rank's value, and says nothing
-        for place, content in zip(compared, contents, strict=True):
-            lenient = programs_of_torch or _is_lenient(claims[place].name, rows[place].value)
+        for place, value in zip(compared, values, strict=True):
+            content = checksum(value.encoded()) if isinstance(value, ObjectBytes) else next(of_tensors)
+            lenient = programs_of_torch or _is_lenient(claims[place].name, value)
             claims[place] = msgspec.structs.replace(claims[place], content=content, lenient=lenient)
 
     def items_of(self, plan: SavePlan, rows: Sequence[Row]) -> list[WriteItem]:
@@ -373,8 +375,3 @@ def _is_lenient(name: str, value: Any) -> bool:
     if isinstance(value, ObjectBytes):
         return value.value is None or type(value.value) in _SCALARS or isinstance(value.value, np.generic)
     return name.rpartition(".")[2] in _STATISTICS
-
-
-def _digests_of(values: Sequence[Any]) -> list[int]:
-    of_tensors = iter(digests_of_tensors([value for value in values if not isinstance(value, ObjectBytes)]))
-    return [checksum(value.encoded()) if isinstance(value, ObjectBytes) else next(of_tensors) for value in values]

@@ -182,7 +182,10 @@ def _outcome(order: _Order, buffer: torch.Tensor | None, ranks: tuple[int, ...],
             raise failed
         session = order.session
         if len(ranks) > 1:
-            session.team = with_plane(session.team, lambda: _plane_of(ranks, order.limit))
+            # The processes have the ranks of their training processes.
+            session.team = with_plane(
+                session.team, lambda: ControlPlane.for_group(timeout=order.limit).renewed().speaking_of(ranks)
+            )
         with as_told(order.for_torch):
             return pickle.dumps(session.run(lambda: _unpack(order.parcel, buffer)))
     except BaseException as error:
@@ -191,11 +194,6 @@ def _outcome(order: _Order, buffer: torch.Tensor | None, ranks: tuple[int, ...],
             return pickle.dumps(error)
         except (pickle.PicklingError, TypeError, AttributeError):
             return pickle.dumps(CheckpointError(f"{type(error).__name__}: {error}"))
-
-
-def _plane_of(ranks: tuple[int, ...], limit: timedelta | None) -> ControlPlane:
-    """The control plane of the processes. They have the ranks of their training processes."""
-    return ControlPlane.for_group(timeout=limit).renewed().speaking_of(ranks)
 
 
 def _unpack(parcel: Parcel, buffer: torch.Tensor | None) -> STATE_DICT_TYPE:

@@ -155,7 +155,8 @@ def fill_items(
             resolved = target.tensor
             if not is_large:
                 resolved = _resolved(planner, item)
-                _copy(item, target.tensor, resolved)
+                _check_convertible(item, target.tensor.dtype, resolved.dtype)
+                as_bytes(resolved).copy_(as_bytes(target.tensor))
             planner.commit_tensor(item, resolved)
 
 
@@ -210,11 +211,6 @@ def _resolved(planner: LoadPlanner, item: ReadItem) -> torch.Tensor:
             f"{list(item.lengths)}"
         )
     return target
-
-
-def _copy(item: ReadItem, read: torch.Tensor, target: torch.Tensor) -> None:
-    _check_convertible(item, read.dtype, target.dtype)
-    as_bytes(target).copy_(as_bytes(read))
 
 
 def _check_convertible(item: ReadItem, stored: torch.dtype, wanted: torch.dtype) -> None:
