@@ -432,6 +432,15 @@ def test_values_that_differ_between_ranks(tmp_path: Path) -> None:
         load({"rng": torch.tensor([0])}, checkpoint_id=tmp_path / "c", planner=planner)
 
 
+def test_what_is_declared_per_rank_only_when_it_is_loaded_is_the_same_for_all(tmp_path: Path) -> None:
+    save({"w": filled(3), "step": 7, "own": PerRank(1)}, checkpoint_id=tmp_path, no_dist=True)
+    target = {"w": PerRank(torch.zeros(3)), "step": PerRank(), "own": 0}
+    load(target, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(target["w"].value, filled(3)) and target["step"].value == 7 and target["own"] == 1
+    with pytest.raises(CheckpointMismatchError, match="other: not in the checkpoint"):
+        load({"other": PerRank()}, checkpoint_id=tmp_path, no_dist=True)
+
+
 def save_pipeline_stages(path: str) -> None:
     rank = dist.get_rank()
     state = {f"stage{rank}": filled(5, seed=rank), "shared": filled(3), f"object{rank % 2}": rank % 2}
