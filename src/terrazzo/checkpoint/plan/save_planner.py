@@ -145,13 +145,10 @@ class DefaultSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         rows, paths = self._all_held()
-        self._held, self._parts = {}, {}
         described: dict[int, TensorWriteData] = {}  # by form, which many share
-        items = []
-        for row in rows:
-            item = item_of(row, described)
-            items.append(item)
-            self._held[item.index] = row
+        items = [item_of(row, described) for row in rows]
+        self._held = {item.index: row for row, item in zip(rows, items, strict=True)}
+        self._parts = {}
         by_key = {row.key: item.index for row, item in zip(rows, items, strict=True)}
         self._ties = {
             item.index: by_key[row.tied] for row, item in zip(rows, items, strict=True) if row.tied is not None

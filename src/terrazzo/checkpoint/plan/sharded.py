@@ -235,9 +235,14 @@ def _is_sharded_tensor(kind: type) -> bool:
 
 
 class OfChunks:
-    """What other parts see of a class with `own_chunks`: a distributed tensor."""
+    """What other parts see of a class with `own_chunks`: a distributed tensor of a `shape`."""
 
     __slots__ = ()
+    shape: torch.Size
+
+    def size(self) -> torch.Size:
+        """The shape of the whole tensor."""
+        return self.shape
 
     def own_chunks(self) -> Sequence[tuple[Box, torch.Tensor]]:
         """This rank's boxes, and their elements."""
@@ -255,27 +260,17 @@ class OfChunks:
         return next(data for box, data in self.own_chunks() if box.offsets == tuple(index.offset or ()))
 
 
+@dataclass(eq=False)
 class ChunkedTensor(OfChunks):
     """This rank's boxes of a tensor, and tensors with their elements.
 
     Other parts of the library save and load boxes of tensors by it.
     """
 
-    def __init__(
-        self,
-        size: torch.Size,
-        dtype: torch.dtype,
-        chunks: Mapping[tuple[int, ...], tuple[Box, torch.Tensor]],
-        holders: Holders | None,
-    ) -> None:
-        self._size = size
-        self.dtype = dtype
-        self._chunks = chunks
-        self.holders = holders
-
-    def size(self) -> torch.Size:
-        """The shape of the whole tensor."""
-        return self._size
+    shape: torch.Size
+    dtype: torch.dtype
+    chunks: Mapping[tuple[int, ...], tuple[Box, torch.Tensor]]
+    holders: Holders | None
 
     def own_chunks(self) -> Sequence[tuple[Box, torch.Tensor]]:
-        return list(self._chunks.values())
+        return list(self.chunks.values())

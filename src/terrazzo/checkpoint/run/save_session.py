@@ -33,7 +33,7 @@ from terrazzo.checkpoint.run.locate import find_writer
 from terrazzo.checkpoint.storage import StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import Store, store_at
 from terrazzo.checkpoint.torch_api.items import check_planner
-from terrazzo.checkpoint.torch_api.storages import RowWriter, SaveSide, side_of_writer
+from terrazzo.checkpoint.torch_api.storages import RowWriter, SaveSide
 from terrazzo.errors import CheckpointError, CheckpointException
 
 
@@ -151,7 +151,7 @@ class SaveSession:
             check_planner(self.planner)
             values = state_dict()
             self.writer = find_writer(self.given_writer, self.checkpoint_id, self.store)
-            self.side = side_of_writer(self.writer)
+            self.side = self.writer if isinstance(self.writer, RowWriter) else SaveSide()
             if self.base is not None:
                 self.side.build_on(store_at(self.base) if isinstance(self.base, (str, os.PathLike)) else self.base)
             own = self._own

@@ -165,9 +165,6 @@ class StagedTensor(OfChunks, msgspec.Struct, eq=False, gc=False):
     holders: Holders | None
     memory: list[torch.Tensor]
 
-    def size(self) -> torch.Size:
-        return self.shape
-
     def own_chunks(self) -> list[tuple[Box, torch.Tensor]]:
         """The boxes and their shards."""
         return [(box, self.memory[number]) for box, number in self.chunks]

@@ -300,8 +300,3 @@ class RowWriter(SaveSide, StorageWriter):
         # A `Sequence`, which may be made only when it is read.
         done.set_result(self.write(rows_of(plan.items, planner), *where))  # type: ignore[arg-type]
         return done
-
-
-def side_of_writer(writer: StorageWriter) -> SaveSide:
-    """What answers for a writer."""
-    return writer if isinstance(writer, RowWriter) else SaveSide()
