@@ -115,6 +115,17 @@ def test_what_needs_no_buffer_is_read_in_larger_requests_if_the_store_says_so() 
         assert len(store.requests) == 40
 
 
+def test_each_part_of_a_compressed_tensor_is_read_from_its_own_blocks(tmp_path: Path) -> None:
+    w = torch.arange(1_200_000.0).reshape(3000, 400)  # five blocks, of different sizes when they are compressed
+    w[1000:1500] = torch.rand(500, 400)
+    writer = FileSystemWriter(tmp_path, compression=True)
+    save({"before": torch.rand(40, 40), "w": w}, storage_writer=writer, no_dist=True)
+    stored = Checkpoint(tmp_path)["w"]
+    for start, stop in ((0, 1), (1400, 1401), (700, 2100), (2999, 3000), (0, 3000)):
+        assert torch.equal(stored[start:stop], w[start:stop])
+        assert torch.equal(stored[start:stop, 17:19], w[start:stop, 17:19])
+
+
 def test_a_header_is_read_once_however_often_one_reads(tmp_path: Path) -> None:
     state = {f"a long name to make the header large {n}": torch.randn(16) for n in range(2000)}
     save(state, checkpoint_id=tmp_path, no_dist=True)

@@ -139,17 +139,13 @@ def box_of_chunk(store: Store, chunk: StoredChunk, box: Box) -> Array:
 
 def _checked(store: Store, chunk: StoredChunk, low: int, high: int) -> bytes:
     """Bytes of a chunk from the beginning of a block to that of another one, or to the chunk's end."""
-    first, count = low // chunk.block, -(-(high - low) // chunk.block)
-    sizes = [min(chunk.block, chunk.nbytes - start) for start in range(low, high, chunk.block)]
-    start, stored = chunk.start + low, sizes
-    if chunk.codec:
-        frames = chunk.frames[chunk.first_frame : chunk.first_frame + first + count].astype(np.int64)
-        start, stored = chunk.start + int(frames[:first].sum()), frames[first:].tolist()
+    start, stored = chunk.stored(low, high)
     memory = room_for(store, chunk.file.name, sum(stored))
     with reading(store.location):
         store.read_at(chunk.file.name, start, memory)
     blocks = []
-    for number, (size, nbytes) in enumerate(zip(stored, sizes, strict=True), chunk.first_sum + first):
+    sizes = [min(chunk.block, high - at) for at in range(low, high, chunk.block)]
+    for number, (size, nbytes) in enumerate(zip(stored, sizes, strict=True), chunk.first_sum + low // chunk.block):
         block, memory = memory[:size], memory[size:]
         if checksum(block) != chunk.sums.item(number):
             raise CheckpointCorruptError(

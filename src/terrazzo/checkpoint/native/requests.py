@@ -15,11 +15,10 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
@@ -63,7 +62,7 @@ class _FileRun(msgspec.Struct, eq=False):
     memory: memoryview | None = None  # where the bytes belong, if they can be read there
     span: Span | None = None  # what the elements are, if not
     part: Box | None = None  # of the target, unless it is all of it
-    frames: Any = None  # the stored bytes of each block, if they have to be decompressed
+    frames: Sequence[int] | None = None  # the stored bytes of each block, if they have to be decompressed
     staged: torch.Tensor | None = None  # the elements, in a buffer
 
 
@@ -277,17 +276,12 @@ class Requests:
     def _compressed(self, want: WantedBox) -> Iterator[_FileRun]:
         """Runs of the blocks that have elements of the box; each is read as it is stored."""
         chunk = want.chunk
-        count = -(-chunk.nbytes // chunk.block)
-        frames = chunk.frames[chunk.first_frame : chunk.first_frame + count].astype(np.int64)
-        ends = np.cumsum(frames)
         places = self._spans_of(chunk, want.offsets, want.lengths, chunk.block)
         filling = _Filling(want.memory, len(places))
         for span in places:
-            first, last = span.low // chunk.block, -(-span.high // chunk.block)
-            own = frames[first:last]
-            start, size = chunk.start + int(ends[first] - frames[first]), int(own.sum())
-            stored = room_for(self._store, chunk.file.name, size)
-            yield _FileRun(chunk.file, start, size, chunk, span.low, filling, stored, span, span.inside, own)
+            start, frames = chunk.stored(span.low, span.high)
+            memory = room_for(self._store, chunk.file.name, sum(frames))
+            yield _FileRun(chunk.file, start, len(memory), chunk, span.low, filling, memory, span, span.inside, frames)
 
     def _in_place(self, chunk: StoredChunk, span: Span, memory: memoryview, filling: _Filling) -> Iterator[_FileRun]:
         """Runs that are read where they belong; a large one in steps."""
@@ -466,16 +460,16 @@ def _as_this_thread() -> Callable[..., None]:
 def _ends_of_blocks(run: _FileRun, chunk: StoredChunk) -> Iterable[int]:
     """Where the blocks of a run end in its memory."""
     if run.frames is not None:
-        return np.cumsum(run.frames).tolist()
+        return accumulate(run.frames)
     return chain(range(chunk.block, run.nbytes, chunk.block), (run.nbytes,))
 
 
 def _decompress(run: _FileRun) -> None:
     chunk, span, stored = run.chunk, run.span, run.memory
-    assert chunk is not None and span is not None and stored is not None
+    assert chunk is not None and span is not None and stored is not None and run.frames is not None
     raw = _Buffer(span.high - span.low)
     memory, at, position = raw.memory, 0, 0
-    for size in run.frames.tolist():
+    for size in run.frames:
         nbytes = min(chunk.block, span.high - span.low - position)
         memory[position : position + nbytes] = decode_frame(stored[at : at + size], nbytes, chunk.itemsize)
         at, position = at + size, position + nbytes

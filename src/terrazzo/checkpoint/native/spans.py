@@ -50,6 +50,17 @@ class StoredChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
         """The bytes of an element."""
         return itemsize_of(self.dtype)
 
+    def stored(self, low: int, high: int) -> tuple[int, list[int]]:
+        """Where in the file the blocks begin that have the bytes from `low` to `high`, and the stored bytes of each.
+
+        Both are the beginning of a block, or the chunk's end.
+        """
+        if not self.codec:
+            return self.start + low, [min(self.block, high - at) for at in range(low, high, self.block)]
+        first, last = low // self.block, -(-high // self.block)
+        frames = self.frames[self.first_frame :][:last]
+        return self.start + int(frames[:first].sum()), frames[first:].tolist()
+
 
 class WantedBox(msgspec.Struct, eq=False, gc=False):
     """A box of a stored chunk that is to be read, and the memory that it fills.
