@@ -248,14 +248,12 @@ def deduplicated(plans: Sequence[SavePlan], *, lowest_rank: bool) -> list[SavePl
     sizes = {index: item.tensor_storage_size() or 0 for index, item in items.items()}
     loads = [0] * len(plans)
     owner: dict[MetadataIndex, int] = {}
-    for index, ranks in holders.items():
-        if len(ranks) == 1 or lowest_rank or items[index].type is WriteItemType.BYTE_IO:
-            owner[index] = ranks[0]
-            loads[ranks[0]] += sizes[index]
-    for index in sorted((i for i in holders if i not in owner), key=lambda i: -sizes[i]):
-        rank = min(holders[index], key=lambda r: (loads[r], r))
-        owner[index] = rank
-        loads[rank] += sizes[index]
+    for index, item in items.items():
+        if lowest_rank or item.type is WriteItemType.BYTE_IO:
+            del holders[index][1:]
+    for index in sorted(holders, key=lambda i: (len(holders[i]) > 1, -sizes[i])):  # first those without a choice
+        owner[index] = min(holders[index], key=lambda r: (loads[r], r))
+        loads[owner[index]] += sizes[index]
     return [
         replace(plan, items=list({item.index: item for item in plan.items if owner[item.index] == rank}.values()))
         for rank, plan in enumerate(plans)
