@@ -391,7 +391,7 @@ class ChannelSource:
             except (msgspec.MsgspecError, ValueError, KeyError) as error:
                 raise CommError(f"what is listed at {self._channel} is not a publisher's: {error}") from error
             self.host_copy = self._match(infos, listing.aliases)
-            wanted = [(slot.source, slot.box, slot.data.dtype) for slot in self.host_copy.slots]
+            wanted = [slot.needed for slot in self.host_copy.slots]
             dtypes = {name: info.dtype for name, info in infos.items()}
             most = self._channel.bucket_bytes // max(_AT_ONCE, len(team.ranks))
             self._messages = plan_messages(listing.held, wanted, dtypes, most)

@@ -27,15 +27,15 @@ from terrazzo.comm import Axis, collectives
 from terrazzo.comm.alone import backends
 from terrazzo.comm.pending import timed_out
 from terrazzo.errors import CommError, CommTimeout, PublishError, PublishValueError
-from terrazzo.layout import Box
 from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.publish.channel import TRANSFER_LIMIT, AskedBox, ListedBox, Message, nbytes_of, pack, plan_messages
-from terrazzo.publish.host_copy import published_dtype, sources_of, targets_of
+from terrazzo.publish.host_copy import NeededBox, published_dtype, sources_of, targets_of
 from terrazzo.publish.parts import Parts, RenameLike, TensorInfo, described, parts_of, share_of
 
 _ALIGNED: Final = 16  # bytes: each message begins where tensors of any dtype may
 _NAMED: Final = 10  # tensors, in a message
 _Weights = nn.Module | Mapping[str, torch.Tensor]
+_Target = tuple[NeededBox, list[torch.Tensor]]  # what this rank receives, and the model's memory for it
 
 
 class _Side(msgspec.Struct, array_like=True, frozen=True):
@@ -73,15 +73,6 @@ class TransferPlan:
     @property
     def bytes_received(self) -> int:
         return sum(message.nbytes for messages in self.receives for message in messages)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Target:
-    """A box that this rank receives, and the model's memory for it: several tensors if weights are tied."""
-
-    name: str
-    box: Box
-    tensors: list[torch.Tensor]
 
 
 def join(address: str, rank: int, size: int, *, timeout: timedelta = TRANSFER_LIMIT) -> ProcessGroup:
@@ -179,7 +170,7 @@ class Transfer(ShownAsCall):
                 return []
             parts = parts_of(self._receive, self._receive_rename)
             self._sources = sources_of(parts, infos, share.aliases, strict=strict, allow_lossy_dtype=allow_lossy_dtype)
-            boxes = [(target.name, target.box, target.tensors[0].dtype) for target in self._targets(parts)]
+            boxes = [needed for needed, _ in self._targets(parts)]
             return plan_messages(held, boxes, {name: info.dtype for name, info in infos.items()}, most)
 
         held = self._held(team)
@@ -227,7 +218,7 @@ class Transfer(ShownAsCall):
                 came = collectives.exchange_rows(data, self._axis, sizes, lengths)
             except CommError as error:
                 names = [own[each.source].name for asked in outgoing for each in asked]
-                names += [targets[target].name for message in incoming if message for target in message.targets]
+                names += [targets[target][0].source for message in incoming if message for target in message.targets]
                 raise _naming(error, names) from error
             for message, piece in zip(incoming, came.split(lengths), strict=True):
                 if message is not None:
@@ -283,10 +274,7 @@ class Transfer(ShownAsCall):
         return [msgspec.msgpack.decode(each, type=list[ListedBox]) for each in said]
 
     def _targets(self, parts: Parts) -> list[_Target]:
-        found: dict[tuple[str, Box, torch.dtype], _Target] = {}
-        for key, part in targets_of(parts, self._sources):
-            found.setdefault(key, _Target(key[0], part.box, [])).tensors.append(part.data)
-        return list(found.values())
+        return [*targets_of(parts, self._sources).items()]
 
 
 def _agreed_plan(team: Team, wanted: Callable[[], list[Message]]) -> TransferPlan:
@@ -323,9 +311,9 @@ def _padded(nbytes: int) -> int:
 def _unpack(message: Message, data: torch.Tensor, targets: Sequence[_Target]) -> None:
     """Copy the boxes of a message into the model."""
     for asked, number, view in zip(message.asked, message.targets, message.views(data), strict=True):
-        target = targets[number]
-        for tensor in target.tensors:
-            as_bytes(tensor[asked.box.relative_to(target.box).slices()]).copy_(as_bytes(view))
+        needed, tensors = targets[number]
+        for tensor in tensors:
+            as_bytes(tensor[asked.box.relative_to(needed.box).slices()]).copy_(as_bytes(view))
 
 
 def _naming(error: CommError, names: Sequence[str]) -> CommError:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -94,6 +94,14 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 _NAMED = 50
 
 
+class NeededBox(NamedTuple):
+    """A box of a published tensor that a receiver needs, and its dtype there."""
+
+    source: str  # the published name
+    box: Box
+    dtype: torch.dtype
+
+
 @dataclass(eq=False, slots=True)
 class ReceivedBox:
     """A box of a published tensor, host memory for it, and the model's memory: two tensors if weights are tied."""
@@ -103,6 +111,10 @@ class ReceivedBox:
     data: torch.Tensor
     in_model: list[torch.Tensor]
     is_dirty: bool = False
+
+    @property
+    def needed(self) -> NeededBox:
+        return NeededBox(self.source, self.box, self.data.dtype)
 
 
 def sources_of(
@@ -150,12 +162,13 @@ def sources_of(
     return found
 
 
-_Key = tuple[str, Box, torch.dtype]
-
-
-def targets_of(parts: Parts, sources: Mapping[str, str]) -> list[tuple[_Key, ModelPart]]:
-    """The receiver's parts that are published, each with its published name, its box and its dtype."""
-    return [((sources[part.name], part.box, part.data.dtype), part) for part in parts.parts if part.name in sources]
+def targets_of(parts: Parts, sources: Mapping[str, str]) -> dict[NeededBox, list[torch.Tensor]]:
+    """The boxes that the receiver needs, each with the model's memory for it: two tensors if weights are tied."""
+    found: dict[NeededBox, list[torch.Tensor]] = {}
+    for part in parts.parts:
+        if part.name in sources:
+            found.setdefault(NeededBox(sources[part.name], part.box, part.data.dtype), []).append(part.data)
+    return found
 
 
 class HostCopy:
@@ -164,42 +177,33 @@ class HostCopy:
 
     def __init__(self, parts: Parts, sources: Mapping[str, str], before: HostCopy | None = None) -> None:
         self._sources = sources
-        slots: dict[_Key, ReceivedBox] = {}
-        known: dict[_Key, torch.Tensor] = {}
-        if before is not None:
-            keys = {key for key, _ in targets_of(parts, sources)}
-            for slot in before.slots:
-                if (key := (slot.source, slot.box, slot.data.dtype)) in keys:
-                    known[key] = slot.data
-            before.slots, before._by_source = [], {}  # frees what does not fit before more is allocated
-        for key, part in targets_of(parts, sources):
-            if key not in slots:
-                data = known.get(key)
-                if data is None or data.is_pinned() == part.data.is_cpu:
-                    data = torch.empty(
-                        part.box.lengths, dtype=part.data.dtype, pin_memory=not part.data.is_cpu, device="cpu"
-                    )
-                slots[key] = ReceivedBox(key[0], part.box, data, [])
-            slots[key].in_model.append(part.data)
-        self.slots: list[ReceivedBox] = list(slots.values())
+        self.slots: list[ReceivedBox] = []
         self._by_source: dict[str, list[ReceivedBox]] = {}
-        for slot in self.slots:
+        targets = targets_of(parts, sources)
+        known: dict[NeededBox, torch.Tensor] = {}
+        if before is not None:
+            known = {slot.needed: slot.data for slot in before.slots if slot.needed in targets}
+            before.slots, before._by_source = [], {}  # frees what does not fit before more is allocated
+        for needed, in_model in targets.items():
+            data, is_cpu = known.get(needed), in_model[0].is_cpu
+            if data is None or data.is_pinned() == is_cpu:
+                data = torch.empty(needed.box.lengths, dtype=needed.dtype, pin_memory=not is_cpu, device="cpu")
+            slot = ReceivedBox(needed.source, needed.box, data, in_model)
+            self.slots.append(slot)
             self._by_source.setdefault(slot.source, []).append(slot)
 
     def follow(self, parts: Parts) -> None:
         """Refer to the model's present memory: it may have been moved, for instance to another device."""
-        in_model: dict[_Key, list[torch.Tensor]] = {}
-        for key, part in targets_of(parts, self._sources):
-            in_model.setdefault(key, []).append(part.data)
-        slots = {(slot.source, slot.box, slot.data.dtype): slot for slot in self.slots}
-        if in_model.keys() != slots.keys():
+        in_model = targets_of(parts, self._sources)
+        if in_model.keys() != {slot.needed for slot in self.slots}:
             raise PublishError(
                 "the model's tensors, dtypes or layout have changed since a version was received: construct another "
                 "Receiver"
             )
-        for key, slot in slots.items():
-            if not _same_memory(in_model[key], slot.in_model):
-                slot.in_model, slot.is_dirty = in_model[key], True
+        for slot in self.slots:
+            present = in_model[slot.needed]
+            if not _same_memory(present, slot.in_model):
+                slot.in_model, slot.is_dirty = present, True
 
     @property
     def nbytes(self) -> int:
@@ -210,22 +214,19 @@ class HostCopy:
         return self._by_source.get(source, [])
 
     @torch.no_grad()
-    def apply(self) -> int:
-        """Copy received slots into the model; returns the number of bytes."""
-        copied = 0
+    def apply(self) -> None:
+        """Copy received slots into the model."""
         devices = set()
         for slot in self.slots:
             if not slot.is_dirty:
                 continue
             for live in slot.in_model:
                 as_bytes(live).copy_(as_bytes(slot.data), non_blocking=True)
-                copied += slot.data.nbytes
                 if not live.is_cpu:
                     devices.add(live.device)
             slot.is_dirty = False
         for device in devices:  # the copies are asynchronous, and the next poll writes to the slots
             torch.accelerator.current_stream(device).synchronize()
-        return copied
 
 
 def _same_memory(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
