@@ -9,9 +9,9 @@ from hypothesis import given
 
 from terrazzo.errors import PublishError
 from terrazzo.layout import Box
-from terrazzo.publish.channel import AskedBox, ListedBox, packed, plan_messages
+from terrazzo.publish.channel import AskedBox, packed, plan_messages
 from terrazzo.publish.host_copy import Snapshot
-from terrazzo.publish.parts import ModelPart
+from terrazzo.publish.parts import ListedBox, ModelPart
 
 
 @st.composite

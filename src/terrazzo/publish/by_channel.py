@@ -28,9 +28,9 @@ from terrazzo.checkpoint.native.tensors import as_bytes, bytes_of, dtype_from_na
 from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.comm.serving import Client, Server
 from terrazzo.errors import CommError, CommTimeout, PublishError
-from terrazzo.publish.channel import AskedBox, Board, Channel, ListedBox, Message, called, packed, plan_messages
+from terrazzo.publish.channel import AskedBox, Board, Channel, Message, called, packed, plan_messages
 from terrazzo.publish.host_copy import HostCopy, Snapshot
-from terrazzo.publish.parts import TensorInfo
+from terrazzo.publish.parts import ListedBox, PublishedShares, TensorInfo
 from terrazzo.publish.versions import Version
 
 LOGGER: Final = logging.getLogger("terrazzo.publish")
@@ -76,12 +76,8 @@ class ChannelSender:
 
     snapshots = 1
 
-    def __init__(
-        self, channel: Channel, infos: Mapping[str, TensorInfo], aliases: Mapping[str, str], timeout: timedelta
-    ) -> None:
+    def __init__(self, channel: Channel, timeout: timedelta) -> None:
         self._channel = channel
-        self._infos = infos
-        self._aliases = dict(aliases)
         self._timeout = timeout
         self._name = uuid.uuid4().hex
         self._board: Board | None = None  # on the first rank
@@ -93,32 +89,27 @@ class ChannelSender:
         self._sent = 0  # bytes of the last version
         self._progress = time.monotonic()  # when receivers did something
 
-    def begin(self, team: Team, snapshot: Snapshot) -> int | None:
+    def begin(self, team: Team, shares: PublishedShares) -> int | None:
         """Listen, and list at the channel's address what this publisher has. Returns None: there is no earlier
         version."""
 
-        def describe() -> bytes:
+        def serve() -> bytes:
             if team.is_coordinator:
                 self._board = self._channel.serve(self._timeout)
-            self._server, host, port = self._channel.serve_beside(lambda: _Session(self), self._timeout)
-            held = [
-                ListedBox(name, box.offsets, box.lengths)
-                for name, box in zip(snapshot.names, snapshot.boxes, strict=True)
-            ]
-            infos = {name: (dtype_name(info.dtype), info.shape) for name, info in self._infos.items()}
-            return msgspec.msgpack.encode(PublisherListing(infos, self._aliases, [held], [(host, port)]))
+            self._server, *where = self._channel.serve_beside(lambda: _Session(self), self._timeout)
+            return msgspec.msgpack.encode(where)
 
         def tell(parts: list[bytes]) -> bytes:
-            said = [msgspec.msgpack.decode(part, type=PublisherListing) for part in parts]
-            infos = {name: info for each in said for name, info in each.infos.items()}
-            held, servers = [each.held[0] for each in said], [each.servers[0] for each in said]
+            infos = {name: (dtype_name(info.dtype), info.shape) for name, info in shares.infos.items()}
+            servers = [msgspec.msgpack.decode(part, type=tuple[str, int]) for part in parts]
+            listing = PublisherListing(infos, shares.aliases, shares.held, servers)
             assert self._board is not None
-            self._board.put("listing", msgspec.msgpack.encode(PublisherListing(infos, self._aliases, held, servers)))
+            self._board.put("listing", msgspec.msgpack.encode(listing))
             self._board.put("name", self._name.encode())
             return b""
 
         try:
-            team.reduce(describe, tell)
+            team.reduce(serve, tell)
         except BaseException:
             self.close()
             raise

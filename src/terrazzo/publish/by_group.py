@@ -28,9 +28,9 @@ from terrazzo.comm.alone import backends
 from terrazzo.comm.pending import timed_out
 from terrazzo.errors import CommError, CommTimeout, PublishError, PublishValueError
 from terrazzo.layout.drawing import ShownAsCall
-from terrazzo.publish.channel import TRANSFER_LIMIT, AskedBox, ListedBox, Message, nbytes_of, pack, plan_messages
-from terrazzo.publish.host_copy import NeededBox, published_dtype, sources_of, targets_of
-from terrazzo.publish.parts import Parts, RenameLike, TensorInfo, described, parts_of, share_of
+from terrazzo.publish.channel import TRANSFER_LIMIT, AskedBox, Message, nbytes_of, pack, plan_messages
+from terrazzo.publish.host_copy import NeededBox, sources_of, targets_of
+from terrazzo.publish.parts import Parts, RenameLike, described, parts_of, shares_of
 
 _ALIGNED: Final = 16  # bytes: each message begins where tensors of any dtype may
 _NAMED: Final = 10  # tensors, in a message
@@ -157,23 +157,26 @@ class Transfer(ShownAsCall):
         self._described: tuple[bytes, bytes] = (b"", b"")
         team = self._team()
         sides = self._sides(team, dtype)
-        tables = [side.sends for side in sides if side.sends]
-        share = share_of(tables, sum(bool(side.sends) for side in sides[: team.rank]) if sides[team.rank].sends else -1)
-        dtype = next(dtype_from_name(side.dtype) if side.dtype else None for side in sides if side.sends)
-        infos = {name: TensorInfo(published_dtype(info.dtype, dtype), info.shape) for name, info in share.infos.items()}
-        self._own = share.own
+        senders = [rank for rank, side in enumerate(sides) if side.sends]
+        sent_as = sides[senders[0]].dtype
+        tables = [sides[rank].sends for rank in senders]
+        shares = shares_of(tables, None, dtype_from_name(sent_as) if sent_as else None)
+        self._own = dict(zip(senders, shares.own, strict=True)).get(team.rank, [])
         self._axis = self._made_axis(team, sides)
-        most = bucket_bytes // max(len(tables), sum(side.receives for side in sides))
+        most = bucket_bytes // max(len(senders), sum(side.receives for side in sides))
 
         def wanted() -> list[Message]:
             if self._receive is None:
                 return []
             parts = parts_of(self._receive, self._receive_rename)
-            self._sources = sources_of(parts, infos, share.aliases, strict=strict, allow_lossy_dtype=allow_lossy_dtype)
+            self._sources = sources_of(
+                parts, shares.infos, shares.aliases, strict=strict, allow_lossy_dtype=allow_lossy_dtype
+            )
+            held = dict(zip(senders, shares.held, strict=True))
             boxes = [needed for needed, _ in self._targets(parts)]
-            return plan_messages(held, boxes, {name: info.dtype for name, info in infos.items()}, most)
+            dtypes = {name: info.dtype for name, info in shares.infos.items()}
+            return plan_messages([held.get(rank, []) for rank in range(len(sides))], boxes, dtypes, most)
 
-        held = self._held(team)
         self._plan = _agreed_plan(team, wanted)
 
     @property
@@ -261,17 +264,6 @@ class Transfer(ShownAsCall):
         if len(team.ranks) > 1:
             group = self._group if self._group is not None else dist.group.WORLD
         return Axis(group, len(team.ranks), team.rank, team.ranks, "transfer", device)
-
-    def _held(self, team: Team) -> list[list[ListedBox]]:
-        """The boxes that each rank sends, of which every element of every tensor is one's."""
-
-        def mine() -> bytes:
-            parts = self._parts(self._send, self._send_rename)
-            own = [] if parts is None else [parts.parts[number] for number in self._own]
-            return msgspec.msgpack.encode([ListedBox(part.name, part.box.offsets, part.box.lengths) for part in own])
-
-        said = msgspec.msgpack.decode(team.reduce(mine, msgspec.msgpack.encode), type=list[bytes])
-        return [msgspec.msgpack.decode(each, type=list[ListedBox]) for each in said]
 
     def _targets(self, parts: Parts) -> list[_Target]:
         return [*targets_of(parts, self._sources).items()]

@@ -40,7 +40,7 @@ from terrazzo.publish.delta import (
     written,
 )
 from terrazzo.publish.host_copy import HostCopy, Snapshot, SnapshotWindow
-from terrazzo.publish.parts import RESERVED, TensorInfo
+from terrazzo.publish.parts import RESERVED, PublishedShares, TensorInfo
 from terrazzo.publish.versions import Published, Version, Versions
 
 RECORD: Final = f"{RESERVED}record"
@@ -79,21 +79,20 @@ class Policy:
 class StoreSender:
     """Publishes into a store, on one rank."""
 
-    def __init__(
-        self, versions: Versions, policy: Policy, infos: Mapping[str, TensorInfo], aliases: Mapping[str, str]
-    ) -> None:
+    def __init__(self, versions: Versions, policy: Policy, infos: Mapping[str, TensorInfo]) -> None:
         self._versions = versions
         self._policy = policy
         self._infos = infos  # of this rank
-        self._aliases = dict(aliases)
+        self._aliases: dict[str, str] = {}
         self._published = Published()  # the list, on the coordinator
         self._last: Version | None = None  # the version whose changes the next one may have
         self._since_full = 0
         self._sums: list[int] = []
         self.snapshots = 2 if policy.sparse and policy.anchor_every > 1 else 1
 
-    def begin(self, team: Team, snapshot: Snapshot) -> int | None:
+    def begin(self, team: Team, shares: PublishedShares) -> int | None:
         """Take over the list from any earlier publisher. Returns the number of the newest version, or None."""
+        self._aliases = shares.aliases
 
         def take_over() -> bytes:
             self._published = self._versions.take_over()

@@ -29,6 +29,7 @@ from terrazzo.layout import Box
 from terrazzo.layout.box import row_major_windows
 from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.publish.host_copy import Snapshot
+from terrazzo.publish.parts import ListedBox
 
 SECRET: Final = "TERRAZZO_PUBLISH_SECRET"
 TRANSFER_LIMIT: Final = timedelta(minutes=2)  # default of `timeout`
@@ -190,14 +191,6 @@ def called(channel: Channel, client: Client, operation: str, *arguments: Any, **
 
 
 _ALIGNED: Final = 16
-
-
-class ListedBox(msgspec.Struct, array_like=True, frozen=True):
-    """A box that a sender has."""
-
-    name: str
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
 
 
 class AskedBox(msgspec.Struct, array_like=True, frozen=True):

@@ -20,7 +20,7 @@ from terrazzo.checkpoint.native.tensors import as_bytes, can_convert, is_lossles
 from terrazzo.errors import CheckpointMismatchError, PublishError
 from terrazzo.layout import Box
 from terrazzo.layout.box import row_major_windows
-from terrazzo.publish.parts import ModelPart, Parts, TensorInfo
+from terrazzo.publish.parts import ModelPart, Parts, TensorInfo, published_dtype
 
 WINDOW: Final = 4 << 20  # bytes
 _CAST: Final = 64 << 20  # bytes that are converted at once on an accelerator
@@ -33,11 +33,6 @@ class SnapshotWindow:
     part: int
     box: Box  # in the whole tensor
     within: Box  # in the part
-
-
-def published_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a tensor is published: `asked` if it is floating-point, else its own."""
-    return asked if asked is not None and dtype.is_floating_point else dtype
 
 
 class Snapshot:

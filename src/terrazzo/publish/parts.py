@@ -192,6 +192,11 @@ class _Whole:
 # ------------------------------------------------------------------ which rank publishes what
 
 
+def published_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a tensor is published: `asked` if it is floating-point, else its own."""
+    return asked if asked is not None and dtype.is_floating_point else dtype
+
+
 class _Row(msgspec.Struct, array_like=True, frozen=True):
     """A box of a tensor on a rank."""
 
@@ -210,21 +215,30 @@ class _Table(msgspec.Struct, array_like=True, frozen=True):
     aliases: dict[str, str]
 
 
+class ListedBox(msgspec.Struct, array_like=True, frozen=True):
+    """A box that a rank publishes."""
+
+    name: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
-class PublishedShare:
-    """Which of its parts a rank publishes.
+class PublishedShares:
+    """Which of its parts each rank publishes.
 
     Attributes:
-        own: the indices of the parts that it publishes.
-        compared: the indices of plain parameters that other ranks have, too, and that must be equal there.
-        peers: for each of these, the name under which ranks compare it.
-        infos: all tensors of all ranks.
+        own: for each rank, the indices of the parts that it publishes.
+        held: for each rank, the boxes that these are.
+        compared: the indices of this rank's plain parameters that other ranks have, too, and that must be equal there,
+            each with the name under which ranks compare it.
+        infos: all tensors of all ranks, as they are published.
         aliases: other names of tied tensors.
     """
 
-    own: tuple[int, ...]
-    compared: tuple[int, ...]
-    peers: tuple[str, ...]
+    own: list[list[int]]
+    held: list[list[ListedBox]]
+    compared: list[tuple[int, str]]
     infos: dict[str, TensorInfo]
     aliases: dict[str, str]
 
@@ -244,8 +258,11 @@ def described(parts: Parts) -> bytes:
     )
 
 
-def share_of(descriptions: Sequence[bytes], me: int) -> PublishedShare:
-    """The share of rank `me`, from the descriptions of all ranks, in order."""
+def shares_of(descriptions: Sequence[bytes], me: int | None, dtype: torch.dtype | None) -> PublishedShares:
+    """The shares of all ranks, from their descriptions, in order; `me` is this rank, if it is one of them.
+
+    Floating-point tensors are published in this dtype; None: in their own.
+    """
     tables = [msgspec.msgpack.decode(each, type=_Table) for each in descriptions]
     infos = _agreed(tables)
     holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}  # rank, place
@@ -255,7 +272,7 @@ def share_of(descriptions: Sequence[bytes], me: int) -> PublishedShare:
             holders.setdefault(key, []).append((rank, place))
     _check_whole(infos, list(holders))
     load = [0] * len(tables)
-    own: list[int] = []
+    shares: list[dict[int, ListedBox]] = [{} for _ in tables]
     compared: list[tuple[int, str]] = []
     for (name, box), found in holders.items():
         rows = [tables[rank].rows[place] for rank, place in found]
@@ -266,12 +283,12 @@ def share_of(descriptions: Sequence[bytes], me: int) -> PublishedShare:
             if len(found) > 1 and any(row.is_plain for row in rows):
                 compared += [(mine, f"{name}{box.offsets}") for rank, mine in found if rank == me]
         load[owner] += box.numel * infos[name].dtype.itemsize
-        if owner == me:
-            own.append(place)
+        shares[owner][place] = ListedBox(name, box.offsets, box.lengths)
+    own = [sorted(share) for share in shares]
+    held = [[share[place] for place in places] for share, places in zip(shares, own, strict=True)]
     aliases = {alias: name for table in tables for alias, name in table.aliases.items() if alias not in infos}
-    return PublishedShare(
-        tuple(sorted(own)), tuple(mine for mine, _ in compared), tuple(peer for _, peer in compared), infos, aliases
-    )
+    published = {name: TensorInfo(published_dtype(info.dtype, dtype), info.shape) for name, info in infos.items()}
+    return PublishedShares(own, held, compared, published, aliases)
 
 
 def _agreed(tables: Sequence[_Table]) -> dict[str, TensorInfo]:

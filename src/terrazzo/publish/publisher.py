@@ -20,16 +20,15 @@ from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.publish.by_channel import ChannelSender
 from terrazzo.publish.by_store import Policy, StoreSender
 from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
-from terrazzo.publish.host_copy import Snapshot, published_dtype
+from terrazzo.publish.host_copy import Snapshot
 from terrazzo.publish.parts import (
     Parts,
-    PublishedShare,
+    PublishedShares,
     RenameLike,
-    TensorInfo,
     described,
     parts_of,
     refuse_differences,
-    share_of,
+    shares_of,
 )
 from terrazzo.publish.versions import Version, Versions
 
@@ -101,19 +100,20 @@ class Publisher(ShownAsCall):
         )
         self._sender: StoreSender | ChannelSender
         team = self._side.team()
-        parts, self._described, self._share = self._agreed_share(team)
-        infos = {name: TensorInfo(published_dtype(info.dtype, dtype), info.shape) for name, info in parts.infos.items()}
+        parts, self._described, shares = self._agreed_shares(team)
+        self._own, self._compared = shares.own[team.rank], shares.compared
         if isinstance(to, Channel):
-            self._sender = ChannelSender(to, infos, self._share.aliases, timeout or TRANSFER_LIMIT)
+            self._sender = ChannelSender(to, timeout or TRANSFER_LIMIT)
         else:
-            self._sender = StoreSender(Versions(Place(to)), policy, infos, self._share.aliases)
-        own = [parts.parts[number] for number in self._share.own]
+            infos = {name: shares.infos[name] for name in parts.infos}
+            self._sender = StoreSender(Versions(Place(to)), policy, infos)
+        own = [parts.parts[number] for number in self._own]
         self._snapshots = [Snapshot(own, dtype) for _ in range(self._sender.snapshots)]
-        self._number = self._sender.begin(team, self._snapshots[0])
+        self._number = self._sender.begin(team, shares)
         self._last: Version | None = None
         self._open = True
 
-    def _agreed_share(self, team: Team) -> tuple[Parts, bytes, PublishedShare]:
+    def _agreed_shares(self, team: Team) -> tuple[Parts, bytes, PublishedShares]:
         parts: list[Parts] = []
 
         def describe() -> bytes:
@@ -121,7 +121,8 @@ class Publisher(ShownAsCall):
             return described(parts[0])
 
         everyone = team.reduce(describe, msgspec.msgpack.encode)
-        return parts[0], described(parts[0]), share_of(msgspec.msgpack.decode(everyone, type=list[bytes]), team.rank)
+        tables = msgspec.msgpack.decode(everyone, type=list[bytes])
+        return parts[0], tables[team.rank], shares_of(tables, team.rank, self._dtype)
 
     @property
     def last(self) -> Version | None:
@@ -154,12 +155,12 @@ class Publisher(ShownAsCall):
                     "the model's tensors or their layout have changed since this Publisher was constructed: construct "
                     "another one"
                 )
-            own = [parts.parts[number] for number in self._share.own]
+            own = [parts.parts[number] for number in self._own]
             free = [each for each in self._snapshots if not self._sender.reads(each)]
             snapshots.append(free[-1] if free else Snapshot(own, self._dtype))
             snapshots[0].take(own)
-            digests = digests_of_tensors([parts.parts[place].data for place in self._share.compared])
-            mine = dict(zip(self._share.peers, digests, strict=True))
+            digests = digests_of_tensors([parts.parts[place].data for place, _ in self._compared])
+            mine = {name: digest for (_, name), digest in zip(self._compared, digests, strict=True)}
             return msgspec.msgpack.encode((number, msgspec.msgpack.encode(mine)))
 
         def announce(parts: list[bytes]) -> bytes:
