@@ -155,12 +155,14 @@ class Worker:
             self._calls.append((future, call_as_here))
         return future
 
-    def wait(self) -> None:
-        """Wait until all calls have ended."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until all calls have ended, for at most so many seconds; returns whether they have."""
         with self._lock:
             thread = self._thread
-        if thread is not None:
-            thread.join()
+        if thread is None:
+            return True
+        thread.join(seconds)
+        return not thread.is_alive()
 
     def __enter__(self) -> Self:
         return self

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
 import msgspec
 
-from terrazzo.checkpoint.manager.records import Catalog, remove, take_to_read
+from terrazzo.checkpoint.manager.records import Catalog, held, remove
 from terrazzo.checkpoint.native.commit import Commit, ended, read_manifest, temporary_of
 from terrazzo.checkpoint.native.names import name_of_step
 from terrazzo.checkpoint.stores import SMALL, Absent, Place, Store
@@ -237,23 +237,17 @@ class Versions:
         return any(name.startswith(RESERVED) for name in manifest.names)
 
     @contextmanager
-    def held(self, versions: Iterable[Version]) -> Iterator[None]:
-        """Hold versions, so that no publisher removes them; `CheckpointNotFoundError` if one is being removed."""
-        with ExitStack() as stack:
-            for version in versions:
-                stack.enter_context(take_to_read(self._catalog, version.place))
-            yield
-
-    @contextmanager
-    def hold_needed(self, held: Version | None) -> Iterator[Sequence[Version]]:
-        """The versions that a receiver that has `held` must read, held while the context lasts."""
+    def hold_needed(self, known: Version | None) -> Iterator[Sequence[Version]]:
+        """The versions that a receiver that has `known` must read, held while the context lasts."""
         with ExitStack() as stack:
             for last in reversed(range(_TRIES)):
-                needed = self.read().needed_for_newest(held)
+                needed = self.read().needed_for_newest(known)
                 try:
-                    stack.enter_context(self.held(needed))
+                    for version in needed:
+                        stack.enter_context(held(self._catalog, version.place))
                     break
                 except CheckpointNotFoundError:  # one was removed after the list was read: read it again
+                    stack.close()
                     if not last:
                         raise
             yield needed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,7 +30,7 @@ from terrazzo.checkpoint.manager import (
     SavePolicy,
 )
 from terrazzo.checkpoint.manager.records import read_reasons
-from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Place, Store
+from terrazzo.checkpoint.stores import Entry, LocalStore, MemoryStore, Place, Store
 from terrazzo.errors import (
     CheckpointError,
     CheckpointException,
@@ -441,6 +442,25 @@ def test_a_hold_that_cannot_be_renewed_is_told(tmp_path: Path, monkeypatch: pyte
             lease.unlink()
             time.sleep(0.3)
         assert "could not be renewed" in caplog.text
+
+
+def test_a_hold_that_fails_leaves_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = LocalStore.list
+
+    def failing(store: LocalStore, prefix: str = "") -> list[Entry]:
+        if prefix == "remove-":  # by now the lease has been taken
+            raise OSError("the server does not answer")
+        return plain(store, prefix)
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(LocalStore, "list", failing)
+            with pytest.raises(OSError, match="does not answer"), manager.hold(1):
+                pass
+        assert not list(tmp_path.glob("global_step1/read-*"))
+        assert all(thread.name != "terrazzo-lease" for thread in threading.enumerate())
 
 
 class SlowDisk:

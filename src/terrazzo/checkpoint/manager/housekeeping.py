@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -22,7 +23,7 @@ from terrazzo._threads import Worker, results_of
 from terrazzo.checkpoint.manager.committing import Teams
 from terrazzo.checkpoint.manager.hosts import HostsStore, PeerStore
 from terrazzo.checkpoint.manager.policies import UNTIL_COPIED
-from terrazzo.checkpoint.manager.records import Record, is_held, remove, take_to_read
+from terrazzo.checkpoint.manager.records import Record, held, is_held, remove
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
 from terrazzo.checkpoint.native.commit import Commit, read_manifest, remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST
@@ -30,7 +31,7 @@ from terrazzo.checkpoint.native.names import name_as_latest, name_of_step
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.native.verify import copy_file, copy_intact, verify_store
 from terrazzo.checkpoint.run.events import LOGGER
-from terrazzo.checkpoint.stores import Lease, Store
+from terrazzo.checkpoint.stores import Store
 from terrazzo.checkpoint.stores.local import LocalStore
 from terrazzo.errors import (
     CheckpointCorruptError,
@@ -48,8 +49,7 @@ class Housekeeping:
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._janitor = Worker("terrazzo-manager")
-        self._copier = Worker("terrazzo-copier")
-        self._under_way: set[Future[None]] = set()
+        self._copier = Worker("terrazzo-copier")  # waited for after the janitor, which gives it work
         self._failed: Exception | None = None  # the error of a policy that the run has not got yet
 
     def after(self, step: int, saving: Future[None]) -> None:
@@ -61,34 +61,23 @@ class Housekeeping:
             if failed is not None:
                 return
             if self._tiers.local is not None:
-                self._start(self._copier, lambda: self._logged(self.copy, "copied"))
+                self._copier.submit(lambda: self._logged(self.copy, "copied"))
             self._logged(lambda: self.remove(self._tiers.fast), "removed")
 
-        self._start(self._janitor, follow)
+        self._janitor.submit(follow)
 
     def finish(self, newest: bool) -> Future[None]:
         """Start to copy what the settings ask for, and with `newest` also the newest; the future has the error."""
-        return self._start(self._copier, lambda: self.copy(newest))
+        return self._copier.submit(lambda: self.copy(newest))
 
     def idle(self, seconds: float) -> bool:
-        """Whether no work is running; waits for at most so many seconds."""
-        pending = set(self._under_way)
-        while pending:  # a removal may start a copy
-            if wait(pending, seconds).not_done:
-                return False
-            self._under_way -= pending
-            pending = set(self._under_way)
-        return True
+        """Whether no work is running; waits for at most so many seconds for each worker."""
+        return self._janitor.wait(seconds) and self._copier.wait(seconds)
 
     def close(self) -> None:
         """Wait for running work."""
         self._janitor.wait()
-        self._copier.wait()  # after the janitor, which gives it work
-
-    def _start(self, worker: Worker, work: Callable[[], None]) -> Future[None]:
-        future = worker.submit(work)
-        self._under_way.add(future)
-        return future
+        self._copier.wait()
 
     def _logged(self, work: Callable[[], None], what: str) -> None:
         try:
@@ -139,7 +128,7 @@ class Housekeeping:
             raise CheckpointExistsError(f"cannot replace {target.location}, which is a link: remove the link")
         if target.exists(MANIFEST) and is_held(target):
             raise CheckpointExistsError(f"cannot replace {target.location} while it is being read")
-        with take_to_read(local.catalog, record.step):
+        with held(local.catalog, record.step):
             source = local.catalog.store_of(record.step)
             assert isinstance(source, HostsStore)
             copy_checkpoint(source, target)
@@ -210,10 +199,10 @@ class Loading:
     load: Callable[[Store], object]
     ranks: Teams
 
-    def load_from(self, tier: Tier, leases: list[Lease], mends: int = _MENDS) -> bool:
+    def load_from(self, tier: Tier, reading: ExitStack, mends: int = _MENDS) -> bool:
         """Load from a tier. Returns whether its files are damaged beyond repair, so that the root's were loaded.
 
-        The lease of the root's copy is added to `leases`.
+        While `reading` lasts, the root's copy is held then.
         """
         store, root = tier.catalog.store_of(self.record.step), self.tiers.root
         try:
@@ -226,13 +215,13 @@ class Loading:
                 raise
             try:
                 replaced, lost = self._mended(store)
-                in_root = bool(lost) and self._held_in_root(leases)
+                in_root = bool(lost) and self._held_in_root(reading)
             except CheckpointError as failed:
                 raise error from failed
             if not replaced and not in_root:
                 raise
         if not in_root:
-            return self.load_from(tier, leases, mends - 1)
+            return self.load_from(tier, reading, mends - 1)
         LOGGER.warning("%s; step %s is read from %s", "; ".join(lost), self.record.step, root.root)
         self.load(root.catalog.store_of(self.record.step))
         return True
@@ -260,14 +249,14 @@ class Loading:
         told = team.reduce(lambda: msgspec.msgpack.encode(_mend(store) if store.leads else ((), ())), combine)
         return msgspec.msgpack.decode(told, type=tuple[list[str], list[str]])
 
-    def _held_in_root(self, leases: list[Lease]) -> bool:
+    def _held_in_root(self, reading: ExitStack) -> bool:
         """Whether the root has a copy of this checkpoint, not of another save of the step; if so, hold it."""
 
         def take() -> bytes:
             catalog = self.tiers.root.catalog
             if self.record not in catalog.read():
                 return b""
-            leases.append(take_to_read(catalog, self.record.step))
+            reading.enter_context(held(catalog, self.record.step))
             return b"held"
 
         doing = f"looking for step {self.record.step} in {self.tiers.root.root}"

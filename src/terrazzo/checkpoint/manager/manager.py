@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Self
@@ -33,7 +33,7 @@ from terrazzo._meant import counted
 from terrazzo.checkpoint.manager.committing import Teams, Unmade, save_named
 from terrazzo.checkpoint.manager.housekeeping import Housekeeping, Loading
 from terrazzo.checkpoint.manager.policies import Best, KeepPolicy, Moment, SaveEvery, SavePolicy, parts_of
-from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, checked_step, is_held, take_to_read
+from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, checked_step, held, is_held
 from terrazzo.checkpoint.manager.tiers import Looked, Which, choose, in_order_of_merit, open_tiers
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.names import check_holds_checkpoints, name_of_step
@@ -41,7 +41,7 @@ from terrazzo.checkpoint.planner import LoadPlanner, SavePlanner
 from terrazzo.checkpoint.run.coordination import Failure, failure_of, find_team
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.state_dict_loader import load
-from terrazzo.checkpoint.stores import Lease, LocalStore, Place, Store
+from terrazzo.checkpoint.stores import LocalStore, Place, Store
 from terrazzo.comm.control import time_limit_of
 from terrazzo.errors import CheckpointError, CheckpointExistsError, CheckpointManagerError, DivergentValueError
 from terrazzo.layout.drawing import Shown
@@ -355,7 +355,7 @@ class CheckpointManager(Shown):
             planner: As for `terrazzo.checkpoint.load`.
         """
         self._check_open()
-        leases: list[Lease] = []
+        reading = ExitStack()
 
         def ready() -> bytes:
             self._join()
@@ -364,19 +364,16 @@ class CheckpointManager(Shown):
         def take(_: list[bytes]) -> bytes:
             looked = self._tiers.look()
             chosen, tier = choose(step, looked, self._tiers, self._best)
-            leases.append(take_to_read(tier.catalog, chosen))
+            reading.enter_context(held(tier.catalog, chosen))
             return msgspec.msgpack.encode((chosen, self._tiers.all.index(tier), msgspec.Raw(self._encoded(looked))))
 
-        try:
+        with reading:
             told = self._ranks.team(f"restoring {step} from {self.root}").reduce(ready, take)
             chosen, number, known = msgspec.msgpack.decode(told, type=tuple[int, int, _Told])
             self._know(known)
             (record,) = [each for each in self._records if each.step == chosen]
             loading = Loading(self._tiers, record, partial(self._load, state, planner), self._ranks)
-            damaged = loading.load_from(self._tiers.all[number], leases)
-        finally:
-            for lease in leases:
-                lease.release()
+            damaged = loading.load_from(self._tiers.all[number], reading)
         if damaged:
             loading.discard_local()
         self._last = self._settled = chosen
@@ -410,7 +407,7 @@ class CheckpointManager(Shown):
         tensor([1., 1.])
         """
         chosen, tier = choose(step, self._tiers.look(), self._tiers, self._best)
-        with take_to_read(tier.catalog, chosen):
+        with held(tier.catalog, chosen):
             yield tier.catalog.store_of(chosen)
 
     # ------------------------------------------------------------------ closing, and collective steps

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,7 +31,7 @@ from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.listing import NativeListing
 from terrazzo.checkpoint.native.names import LATEST, name_of_step, named_by_latest, step_of_name
 from terrazzo.checkpoint.run.events import LOGGER
-from terrazzo.checkpoint.stores import SMALL, Entry, Lease, Place, Store
+from terrazzo.checkpoint.stores import SMALL, Entry, Place, Store
 from terrazzo.checkpoint.stores.base import TEMPORARY
 from terrazzo.errors import (
     CheckpointCorruptError,
@@ -254,37 +254,31 @@ _REMOVER: Final = "remove-"
 _LEASE: Final = ".lease"
 
 
-def take_to_read(catalog: Catalog, step: int) -> Lease:
-    """Hold a checkpoint until the lease is released.
+@contextmanager
+def held(catalog: Catalog, step: int) -> Iterator[None]:
+    """Hold a checkpoint while the context lasts.
 
-    Where nothing can be written, the lease is none: the checkpoint can be read, but may be removed meanwhile.
+    Where nothing can be written, it is not held: it can be read, but may be removed meanwhile.
     """
     store = catalog.store_of(step)
     gone = CheckpointNotFoundError(f"{store.location} has no complete checkpoint, or it is being removed")
     if not store.exists(MANIFEST):
         raise gone
-    try:
-        lease: Lease = _Renewed(store, _READER)
-    except (OSError, NotImplementedError) as error:
-        lease = _NoLease()
-        catalog.tell(
-            f"{catalog.root}: what is read there is not held, so that a run that saves there may remove it meanwhile, "
-            "and reading then raises an error",
-            error,
-        )
-    if is_held(store, _REMOVER) or not store.exists(MANIFEST):
-        lease.release()
-        with suppress(OSError):  # it stays for a later removal
-            catalog.root.store.remove_folder(name_of_step(step))
-        raise gone
-    return lease
-
-
-@contextmanager
-def removing(store: Store) -> Iterator[bool]:
-    """Yields whether a checkpoint may be removed; while the context lasts no reader can begin to hold it."""
-    with _Renewed(store, _REMOVER):
-        yield not is_held(store)
+    with ExitStack() as lease:
+        try:
+            lease.enter_context(_lease(store, _READER))
+        except (OSError, NotImplementedError) as error:
+            catalog.tell(
+                f"{catalog.root}: what is read there is not held, so that a run that saves there may remove it "
+                "meanwhile, and reading then raises an error",
+                error,
+            )
+        if is_held(store, _REMOVER) or not store.exists(MANIFEST):
+            lease.close()
+            with suppress(OSError):  # it stays for a later removal
+                catalog.root.store.remove_folder(name_of_step(step))
+            raise gone
+        yield
 
 
 def is_held(store: Store, kind: str = _READER) -> bool:
@@ -298,8 +292,8 @@ def remove(catalog: Catalog, step: int) -> bool:
     store = catalog.store_of(step)
     if catalog.is_link(step):
         raise CheckpointManagerError(f"{store.location} is a link or a mount point, and nothing is removed through it")
-    with removing(store) as may:
-        if not may:
+    with _lease(store, _REMOVER):  # while it lasts, no reader can begin to hold the checkpoint
+        if is_held(store):
             return False
         store.delete([MANIFEST])
         store.sync()
@@ -331,38 +325,31 @@ def clear_all(catalog: Catalog, spared: Collection[int]) -> None:
             clear(catalog, step)
 
 
-class _NoLease(Lease):
-    """A lease that could not be written."""
+@contextmanager
+def _lease(store: Store, kind: str) -> Iterator[None]:
+    """Hold a lease, which a thread renews, while the context lasts."""
+    while True:
+        key = f"{kind}{uuid.uuid4().hex[:12]}{_LEASE}"
+        with suppress(FileExistsError):  # it was removed as expired: create it again
+            lease = store.lease(key)
+            break
+    over = threading.Event()
 
-    def release(self) -> None:
-        """Do nothing."""
-
-
-class _Renewed(Lease):
-    """A lease that a thread renews while it is held."""
-
-    def __init__(self, store: Store, kind: str) -> None:
-        while True:
-            self._key = f"{kind}{uuid.uuid4().hex[:12]}{_LEASE}"
-            with suppress(FileExistsError):  # it was removed as expired: create it again
-                self._lease = store.lease(self._key)
-                break
-        self._store = store
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="terrazzo-lease", daemon=True)
-        self._thread.start()
-
-    def _renew(self) -> None:
-        while not self._over.wait(max(self._store.lease_seconds / 4, _SOONEST)):
+    def renew() -> None:
+        while not over.wait(max(store.lease_seconds / 4, _SOONEST)):
             try:
-                self._store.renew_lease(self._key)
+                store.renew_lease(key)
             except OSError as error:  # it expires only after three more failures
-                LOGGER.warning("%s: the lease %s could not be renewed: %s", self._store.location, self._key, error)
+                LOGGER.warning("%s: the lease %s could not be renewed: %s", store.location, key, error)
 
-    def release(self) -> None:
-        self._over.set()
-        self._thread.join()  # or it could write the lease again
-        self._lease.release()
+    with lease:
+        thread = threading.Thread(target=renew, name="terrazzo-lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()  # or it could write the lease again
 
 
 def _leases(store: Store, kind: str) -> list[Entry]:
