@@ -25,8 +25,8 @@ from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.comm import serving
 from terrazzo.comm.serving import Client
 from terrazzo.errors import CommError, CommTimeout, PublishValueError
-from terrazzo.publish import Channel, Publisher, Receiver
-from terrazzo.publish.by_channel import ChannelSender, ChannelSource, Offer, PublisherListing
+from terrazzo.publish import Channel, Publisher, Receiver, Version
+from terrazzo.publish.by_channel import ChannelSender, ChannelSource, PublisherListing
 from terrazzo.publish.channel import SECRET, AskedBox, Board
 from terrazzo.tensor import DTensor, Shard, distribute_tensor
 
@@ -464,7 +464,7 @@ def test_what_bad_receivers_ask_for_is_refused_and_the_trainer_goes_on(address, 
         offer = bad.call("hold", "bad", None)
         for asked in wrong:
             with pytest.raises(OSError, match="PublishError|ValidationError"):
-                bad.call("read", "bad", offer[0], [asked])
+                bad.call("read", "bad", offer["place"], [asked])
         bad.call("release", "bad", False)
     assert publisher._sender._groups.keys() == {receiver._source._group, "bad"}
     assert "a request of a receiver was refused" in caplog.text and "which does not fit" in caplog.text
@@ -488,7 +488,7 @@ def test_receivers_that_never_read_hold_up_neither_the_trainer_nor_others(addres
         else:
             publisher._side.outcome()
         bad.call("join", f"bad {version}")
-        assert msgspec.convert(bad.call("hold", f"bad {version}", None), Offer).number == version
+        assert msgspec.convert(bad.call("hold", f"bad {version}", None), Version).number == version
     for version in range(3, 6):
         publisher.publish(version)
         publisher._side.outcome()
@@ -510,7 +510,7 @@ def test_a_receiver_that_is_late_holds_nothing_any_more(address, caplog):
     publisher.publish(0)
     publisher._side.outcome()
     bad.call("join", "late")
-    (sequence, _) = bad.call("hold", "late", None)
+    sequence = bad.call("hold", "late", None)["place"]
     asked = [AskedBox(0, (1,), (2,), "float32")]
     received = torch.empty(8, dtype=torch.uint8)
     bad.call("read", "late", sequence, asked, into=memoryview(received.numpy()))

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +29,7 @@ from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.comm.serving import Client, Server
 from terrazzo.errors import CommError, CommTimeout, PublishError
 from terrazzo.publish.channel import AskedBox, Board, Channel, Message, called, packed, plan_messages
-from terrazzo.publish.host_copy import HostCopy, Snapshot
+from terrazzo.publish.host_copy import HostCopy, Match, Snapshot
 from terrazzo.publish.parts import ListedBox, PublishedShares, TensorInfo
 from terrazzo.publish.versions import Version
 
@@ -51,13 +51,6 @@ class PublisherListing(msgspec.Struct, array_like=True, frozen=True):
     def tensors(self) -> dict[str, TensorInfo]:
         """The published tensors."""
         return {name: TensorInfo(dtype_from_name(dtype), shape) for name, (dtype, shape) in self.infos.items()}
-
-
-class Offer(msgspec.Struct, array_like=True, frozen=True):
-    """The version that a publisher has published last: its number, and how many it has published until then."""
-
-    sequence: int
-    number: int
 
 
 @dataclass(slots=True)
@@ -84,7 +77,7 @@ class ChannelSender:
         self._server: Server | None = None
         self._lock = threading.Lock()
         self._groups: dict[str, _Group] = {}
-        self._offer = Offer(0, 0)
+        self._offer = Version(0, 0, self._name, None, 0, 0)  # the last version; its place is how many there were
         self._offered: Snapshot | None = None  # what can be held now
         self._sent = 0  # bytes of the last version
         self._progress = time.monotonic()  # when receivers did something
@@ -140,8 +133,9 @@ class ChannelSender:
     def send(self, team: Team, number: int, new: Snapshot, old: Snapshot | None) -> Version:
         """Offer a snapshot, which all ranks have taken."""
         with self._lock:
-            self._offer, self._offered, self._sent = Offer(self._offer.sequence + 1, number), new, 0
-            return Version(number, self._offer.sequence, self._name, None, 0, new.nbytes)
+            self._offer = Version(number, self._offer.place + 1, self._name, None, 0, new.nbytes)
+            self._offered, self._sent = new, 0
+            return self._offer
 
     # ------------------------------------------------------------------ what receivers ask
 
@@ -158,22 +152,22 @@ class ChannelSender:
         with self._lock:
             self._groups.pop(group, None)
 
-    def latest(self) -> Offer:
-        """The last version; its sequence is 0 if there is none."""
+    def latest(self) -> Version:
+        """The last version; its place is 0 if there is none."""
         with self._lock:
             return self._offer
 
-    def hold(self, group: str, sequence: int | None) -> Offer | None:
+    def hold(self, group: str, sequence: int | None) -> Version | None:
         """Hold the last version, which has this number in sequence, if given; None if that cannot be now."""
         with self._lock:
             known = self._known(group)
             self._drop_late()
             held = {each.sequence for each in self._groups.values() if each.snapshot is not None}
-            if self._offered is None or sequence not in (None, self._offer.sequence):
+            if self._offered is None or sequence not in (None, self._offer.place):
                 return None
-            if len(held | {self._offer.sequence}) > _VERSIONS:
+            if len(held | {self._offer.place}) > _VERSIONS:
                 return None
-            known.sequence, known.snapshot = self._offer.sequence, self._offered
+            known.sequence, known.snapshot = self._offer.place, self._offered
             return self._offer
 
     def read(self, group: str, sequence: int, asked: list[AskedBox]) -> memoryview:
@@ -190,7 +184,7 @@ class ChannelSender:
             with self._lock:
                 known.reads -= 1
         with self._lock:
-            if sequence == self._offer.sequence:
+            if sequence == self._offer.place:
                 self._sent += data.numel()
         return bytes_of(data)
 
@@ -227,24 +221,20 @@ class ChannelSender:
         if last is None:
             return None
 
-        def wait() -> None:
-            if team.is_coordinator:
-                self._wait_until_taken(closing)
-
-        team.together(wait)
+        team.first(lambda: self._wait_until_taken(closing))
         sent = team.reduce(lambda: b"%d" % self._sent, lambda parts: b"%d" % sum(map(int, parts)))
         return msgspec.structs.replace(last, nbytes=int(sent))
 
-    def _wait_until_taken(self, closing: bool) -> None:
+    def _wait_until_taken(self, closing: bool) -> bytes:
         limit = self._timeout.total_seconds()
         patience = min(limit, _PATIENCE)
         started = self._progress = time.monotonic()
         while True:
             with self._lock:
-                late = sum(group.taken < self._offer.sequence for group in self._groups.values())
+                late = sum(group.taken < self._offer.place for group in self._groups.values())
                 count = len(self._groups)
             if not late:
-                return
+                return b""
             now = time.monotonic()
             if now > started + limit or (closing and now > self._progress + patience):
                 problem = (
@@ -254,7 +244,7 @@ class ChannelSender:
                 if not closing:
                     raise CommTimeout(problem)
                 LOGGER.warning("%s is closed, but %s", self._channel, problem)
-                return
+                return b""
             time.sleep(_LOOK)
 
     def close(self) -> None:
@@ -305,8 +295,6 @@ class _Session:
 # ------------------------------------------------------------------ receiving
 
 
-Match = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], HostCopy]
-
 _AT_ONCE: Final = 4  # of the publisher's ranks from which a rank receives
 
 
@@ -341,18 +329,16 @@ class ChannelSource:
             found = team.first(self._hold_new)
             if not found:
                 return self._held
-            offer = msgspec.msgpack.decode(found, type=Offer)
+            version = msgspec.msgpack.decode(found, type=Version)
             self._held = None
-            team.together(partial(self._receive, offer))
+            team.together(lambda: self._receive(version.place))
             if not team.first(self._tell_taken):
                 self._leave()
         except BaseException:
             self._leave()
             raise
-        assert self.host_copy is not None
-        nbytes = self.host_copy.nbytes
-        self._held = Version(offer.number, offer.sequence, publisher, None, nbytes, nbytes)
-        return self._held
+        self._held = version
+        return version
 
     def _name_of_publisher(self) -> bytes:
         """On the first rank: the name of the publisher at the address; empty if there is none."""
@@ -407,11 +393,11 @@ class ChannelSource:
         first, *others = self._clients
         deadline = time.monotonic() + self._timeout.total_seconds()
         while True:
-            last = msgspec.convert(called(self._channel, first, "latest"), Offer)
-            if last.sequence == (0 if self._held is None else self._held.place):
+            last = msgspec.convert(called(self._channel, first, "latest"), Version)
+            if last.place == (0 if self._held is None else self._held.place):
                 return b""
-            if called(self._channel, first, "hold", self._group, last.sequence) is not None:
-                if all(called(self._channel, each, "hold", self._group, last.sequence) is not None for each in others):
+            if called(self._channel, first, "hold", self._group, last.place) is not None:
+                if all(called(self._channel, each, "hold", self._group, last.place) is not None for each in others):
                     return msgspec.msgpack.encode(last)
                 self._at_all("release", self._group, False)
             if time.monotonic() > deadline:
@@ -430,11 +416,11 @@ class ChannelSource:
             return b"told"
         return b""
 
-    def _receive(self, offer: Offer) -> None:
+    def _receive(self, sequence: int) -> None:
         by_sender: dict[int, list[Message]] = {}
         for message in self._messages:
             by_sender.setdefault(message.sender, []).append(message)
-        reads = [partial(self._receive_from, each, offer.sequence) for each in by_sender.values()]
+        reads = [partial(self._receive_from, each, sequence) for each in by_sender.values()]
         results_of(reads, _AT_ONCE, "terrazzo-receive")
         self.bytes_read += sum(message.nbytes for message in self._messages)
 

@@ -5,7 +5,7 @@ A receiver reads a full one and the changes since, of which each rank reads only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -39,7 +39,7 @@ from terrazzo.publish.delta import (
     total_bytes,
     written,
 )
-from terrazzo.publish.host_copy import HostCopy, Snapshot, SnapshotWindow
+from terrazzo.publish.host_copy import HostCopy, Match, Snapshot, SnapshotWindow
 from terrazzo.publish.parts import RESERVED, PublishedShares, TensorInfo
 from terrazzo.publish.versions import Published, Version, Versions
 
@@ -231,14 +231,9 @@ def _sums(parts: Sequence[bytes]) -> tuple[int, int]:
 
 _AT_ONCE: Final = 32 << 20  # bytes of changes that are read at once
 
-Match = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], HostCopy]
-
 
 class StoreSource:
-    """Reads the newest version from a store, on one rank.
-
-    `match` allocates the memory for the tensors of a full version, or raises if they do not fit the model.
-    """
+    """Reads the newest version from a store, on one rank."""
 
     def __init__(self, versions: Versions, match: Match) -> None:
         self._versions = versions

@@ -10,7 +10,7 @@ into the model between two forward passes; no network or disk is used for that, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -200,10 +200,6 @@ class HostCopy:
             if not _same_memory(present, slot.in_model):
                 slot.in_model, slot.is_dirty = present, True
 
-    @property
-    def nbytes(self) -> int:
-        return sum(slot.data.nbytes for slot in self.slots)
-
     def of(self, source: str) -> list[ReceivedBox]:
         """The slots of a published tensor."""
         return self._by_source.get(source, [])
@@ -226,3 +222,7 @@ class HostCopy:
 
 def _same_memory(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(same_memory(a, b) for a, b in zip(one, other, strict=True))
+
+
+# Allocates the memory for published tensors, of which some have other names, or raises if they do not fit the model.
+Match = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], HostCopy]

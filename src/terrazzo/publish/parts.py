@@ -319,12 +319,12 @@ def _check_whole(infos: dict[str, TensorInfo], keys: Sequence[tuple[str, Box]]) 
         ) from error
 
 
-def refuse_differences(digests: Sequence[bytes]) -> None:
+def refuse_differences(digests: Sequence[Mapping[str, int]]) -> None:
     """Raise if a plain parameter is not equal on all ranks that have it, from the digests that they sent."""
     seen: dict[str, tuple[int, int]] = {}
     wrong = []
     for rank, said in enumerate(digests):
-        for name, digest in msgspec.msgpack.decode(said, type=dict[str, int]).items():
+        for name, digest in said.items():
             first = seen.setdefault(name, (rank, digest))
             if first[1] != digest:
                 wrong.append(f"{name} on ranks {first[0]} and {rank}")

@@ -161,10 +161,10 @@ class Publisher(ShownAsCall):
             snapshots[0].take(own)
             digests = digests_of_tensors([parts.parts[place].data for place, _ in self._compared])
             mine = {name: digest for (_, name), digest in zip(self._compared, digests, strict=True)}
-            return msgspec.msgpack.encode((number, msgspec.msgpack.encode(mine)))
+            return msgspec.msgpack.encode((number, mine))
 
         def announce(parts: list[bytes]) -> bytes:
-            said = [msgspec.msgpack.decode(part, type=tuple[int, bytes]) for part in parts]
+            said = [msgspec.msgpack.decode(part, type=tuple[int, dict[str, int]]) for part in parts]
             numbers = [number for number, _ in said]
             if len(set(numbers)) > 1:
                 raise DivergentValueError(f"ranks publish different versions, in order of the ranks: {numbers}")

@@ -271,11 +271,12 @@ class CheckpointManager(Shown):
             if is_held(store):
                 raise CheckpointExistsError(f"cannot replace {store.location} while it is being read: save later")
 
-    def _join(self) -> None:
+    def _join(self) -> bytes:
         """Wait for the running save, and raise its error."""
         pending, self._pending = self._pending, None
         if pending is not None and self._process == os.getpid():  # a save of a process that forked is that one's
             pending.result()
+        return b""
 
     def _idle(self) -> bool:
         """On the first rank: whether housekeeping is done. Waits for it, but less long than the other ranks wait."""
@@ -357,10 +358,6 @@ class CheckpointManager(Shown):
         self._check_open()
         reading = ExitStack()
 
-        def ready() -> bytes:
-            self._join()
-            return b""
-
         def take(_: list[bytes]) -> bytes:
             looked = self._tiers.look()
             chosen, tier = choose(step, looked, self._tiers, self._best)
@@ -368,7 +365,7 @@ class CheckpointManager(Shown):
             return msgspec.msgpack.encode((chosen, self._tiers.all.index(tier), msgspec.Raw(self._encoded(looked))))
 
         with reading:
-            told = self._ranks.team(f"restoring {step} from {self.root}").reduce(ready, take)
+            told = self._ranks.team(f"restoring {step} from {self.root}").reduce(self._join, take)
             chosen, number, known = msgspec.msgpack.decode(told, type=tuple[int, int, _Told])
             self._know(known)
             (record,) = [each for each in self._records if each.step == chosen]
@@ -420,10 +417,6 @@ class CheckpointManager(Shown):
     def _finish(self, newest: bool) -> None:
         copying: list[Future[None]] = []
 
-        def ready() -> bytes:
-            self._join()
-            return b""
-
         def look(_: list[bytes]) -> bytes:
             if not copying and self._house is not None and self._trains:
                 copying.append(self._house.finish(newest))
@@ -436,7 +429,7 @@ class CheckpointManager(Shown):
             return self._encoded(self._tiers.look())
 
         try:
-            told = self._patiently(f"waiting for the last save to {self.root}", ready, look)
+            told = self._patiently(f"waiting for the last save to {self.root}", self._join, look)
         except CheckpointError:
             self._last = self._settled
             raise
