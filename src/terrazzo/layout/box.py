@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from math import prod
-from typing import Self
+from typing import NamedTuple, Self
 
 from terrazzo.errors import LayoutError
 
@@ -173,6 +173,28 @@ class Box:
     def _check_same_ndim(self, other: "Box") -> None:
         if len(self.offsets) != len(other.offsets):
             raise LayoutError(f"{self} and {other} are boxes in tensors with different numbers of dims")
+
+
+class Link(NamedTuple):
+    """A box of a model's tensor that is a box of a tensor of a file, or of a published one.
+
+    One of them may have one more dim, of length 1.
+    """
+
+    model: str
+    model_box: Box
+    file: str
+    file_box: Box
+
+    def in_file(self, box: Box) -> Box:
+        """A box of the model's tensor, inside of `model_box`, as a box of the file's."""
+        part = box.relative_to(self.model_box)
+        offsets, lengths = part.offsets, part.lengths
+        if len(offsets) > len(self.file_box.offsets):
+            offsets, lengths = offsets[1:], lengths[1:]
+        elif len(offsets) < len(self.file_box.offsets):
+            offsets, lengths = (0, *offsets), (1, *lengths)
+        return Box(offsets, lengths).shifted(self.file_box.offsets)
 
 
 def row_major_windows(shape: Sequence[int], limit: int) -> list[Box]:

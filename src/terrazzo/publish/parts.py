@@ -20,29 +20,15 @@ from terrazzo.checkpoint.native.tensors import dtype_from_name, dtype_name
 from terrazzo.checkpoint.plan.sharded import ShardView, ShardViews, check_storable, is_sharded, local_chunks
 from terrazzo.checkpoint.state_dict.names import state_of
 from terrazzo.errors import CheckpointError, DivergentValueError, PublishError, UnsupportedValueError
-from terrazzo.layout import Box
+from terrazzo.layout.box import Box, Link
 
 RESERVED: Final = "terrazzo.publish/"  # prefix of the names of entries that are not published tensors
-
-
-class LinkLike(Protocol):
-    """A box of one of the model's tensors, and the box of a published tensor that has the same elements."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def model_box(self) -> Box: ...
-    @property
-    def file(self) -> str: ...
-    @property
-    def file_box(self) -> Box: ...
-    def in_file(self, box: Box) -> Box: ...
 
 
 class RenameLike(Protocol):
     """Published names for a model's tensors, such as a `Rename` of `terrazzo.integrations.huggingface`."""
 
-    def links(self, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[LinkLike]: ...
+    def links(self, shapes: Mapping[str, tuple[int, ...]]) -> Sequence[Link]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +75,8 @@ def parts_of(model: nn.Module | Mapping[str, torch.Tensor], rename: RenameLike |
     """The parts of a model, or of tensors by name, on this rank; their memory is the model's."""
     tensors, known_as = _named(model)
     shapes = {name: tuple(tensors[first].size()) for first in tensors for name in (first, *known_as[first])}
-    by_model: dict[str, list[LinkLike]] = {name: [] for name in shapes}
-    same = (_Whole(name, Box.whole(shape)) for name, shape in shapes.items())
+    by_model: dict[str, list[Link]] = {name: [] for name in shapes}
+    same = [Link(name, Box.whole(shape), name, Box.whole(shape)) for name, shape in shapes.items()]
     for link in same if rename is None else rename.links(shapes):
         by_model[link.model].append(link)
     viewer = ShardViews()
@@ -144,7 +130,7 @@ def _named(
     return tensors, {name: tuple(found) for name, found in aliases.items()}
 
 
-def _parts_under(link: LinkLike, view: ShardView, *, is_plain: bool, is_buffer: bool) -> list[ModelPart]:
+def _parts_under(link: Link, view: ShardView, *, is_plain: bool, is_buffer: bool) -> list[ModelPart]:
     """This rank's parts of the published box of a link."""
     found = []
     for box, data in view.chunks:
@@ -168,25 +154,6 @@ def _check(name: str, tensor: Any) -> None:
         check_storable(local)
     except UnsupportedValueError as error:
         raise UnsupportedValueError(f"{name}: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """The link of a tensor that is published whole, under its own name."""
-
-    model: str
-    model_box: Box
-
-    @property
-    def file(self) -> str:
-        return self.model
-
-    @property
-    def file_box(self) -> Box:
-        return self.model_box
-
-    def in_file(self, box: Box) -> Box:
-        return box
 
 
 # ------------------------------------------------------------------ which rank publishes what

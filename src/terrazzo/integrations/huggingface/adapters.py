@@ -21,9 +21,8 @@ from terrazzo.checkpoint.state_dict.names import ModelState, state_of
 from terrazzo.checkpoint.stores import SMALL, Place, Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointMismatchError, UnsupportedValueError
 from terrazzo.integrations.huggingface.load import fill
-from terrazzo.integrations.huggingface.rename import Link
 from terrazzo.integrations.huggingface.save import save_links
-from terrazzo.layout.box import Box
+from terrazzo.layout.box import Box, Link
 
 _STEM: Final = "adapter_model"
 _CONFIG: Final = "adapter_config.json"

@@ -19,8 +19,9 @@ from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import CheckpointMismatchError
 from terrazzo.integrations.huggingface.families import family_of
 from terrazzo.integrations.huggingface.meta import initialise_buffers, materialised, put_in_place
-from terrazzo.integrations.huggingface.rename import Link, Rename, Rule, file_shape
+from terrazzo.integrations.huggingface.rename import Rename, Rule, file_shape
 from terrazzo.integrations.huggingface.views import views_of
+from terrazzo.layout.box import Link
 
 _NAMED: Final = 50
 

@@ -22,33 +22,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from terrazzo.errors import CheckpointMismatchError
-from terrazzo.layout.box import Box
+from terrazzo.layout.box import Box, Link
 from terrazzo.layout.drawing import ShownAsCall
 
 _PLACEHOLDER: Final = re.compile(r"\{([A-Za-z_]+)\}")
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-
-
-class Link(NamedTuple):
-    """A box of a model's tensor that is a box of a file's tensor; one of them may have one more dim, of length 1."""
-
-    model: str
-    model_box: Box
-    file: str
-    file_box: Box
-
-    def in_file(self, box: Box) -> Box:
-        """A box of the model's tensor, inside of `model_box`, as a box of the file's."""
-        part = box.relative_to(self.model_box)
-        offsets, lengths = part.offsets, part.lengths
-        if len(offsets) > len(self.file_box.offsets):
-            offsets, lengths = offsets[1:], lengths[1:]
-        elif len(offsets) < len(self.file_box.offsets):
-            offsets, lengths = (0, *offsets), (1, *lengths)
-        return Box(offsets, lengths).shifted(self.file_box.offsets)
 
 
 @dataclass(frozen=True)

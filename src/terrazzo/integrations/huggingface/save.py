@@ -17,8 +17,9 @@ from terrazzo.checkpoint.state_dict.names import state_of
 from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.errors import UnsupportedValueError
 from terrazzo.integrations.huggingface.families import family_of
-from terrazzo.integrations.huggingface.rename import Link, Rename, Rule, file_shape
+from terrazzo.integrations.huggingface.rename import Rename, Rule, file_shape
 from terrazzo.integrations.huggingface.views import views_of
+from terrazzo.layout.box import Link
 
 
 def save_model(

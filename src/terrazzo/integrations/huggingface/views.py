@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from terrazzo.checkpoint.plan.sharded import ChunkedTensor, Holders, ShardView, ShardViews, local_chunks
-from terrazzo.integrations.huggingface.rename import Link, file_shape
-from terrazzo.layout.box import Box
+from terrazzo.integrations.huggingface.rename import file_shape
+from terrazzo.layout.box import Box, Link
 
 
 @torch.no_grad()
