@@ -37,21 +37,6 @@ from terrazzo.errors import CheckpointValueError, ConflictError
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "created")  # file systems use different names
 
 
-def _file_system(url: str, settings: dict[str, Any]) -> tuple[Any, str]:
-    """The file system of a URL, and the folder in it."""
-    scheme = url.partition("://")[0]
-    try:
-        import fsspec  # type: ignore[import-untyped]  # it has no types
-
-        found: tuple[Any, str] = fsspec.url_to_fs(url, **settings)
-    except (ImportError, ValueError) as error:  # ValueError: fsspec knows no such scheme
-        raise CheckpointValueError(
-            f"{url!r} cannot be used: {error}. There are s3://, gs://, az:// and file://; for others install fsspec "
-            f"and its package for {scheme}://"
-        ) from error
-    return found
-
-
 class FsspecStore(Store):
     """A folder of an `fsspec` file system, which is given by the URL or as `fs`.
 
@@ -63,10 +48,18 @@ class FsspecStore(Store):
     def __init__(self, url: str, fs: Any = None, *, lease_seconds: float = LEASE_SECONDS, **settings: Any) -> None:
         self._url = url.rstrip("/")
         self.lease_seconds = lease_seconds
+        scheme, _, folder = self._url.partition("://")
+        folder = folder or self._url
         if fs is None:
-            fs, folder = _file_system(self._url, settings)
-        else:
-            folder = self._url.partition("://")[2] or self._url
+            try:
+                import fsspec  # type: ignore[import-untyped]  # it has no types
+
+                fs, folder = fsspec.url_to_fs(self._url, **settings)
+            except (ImportError, ValueError) as error:  # ValueError: fsspec knows no such scheme
+                raise CheckpointValueError(
+                    f"{self._url!r} cannot be used: {error}. There are s3://, gs://, az:// and file://; for others "
+                    f"install fsspec and its package for {scheme}://"
+                ) from error
         self._fs: Any = fs
         self._folder: str = folder.rstrip("/")
 

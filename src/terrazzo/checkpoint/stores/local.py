@@ -451,7 +451,7 @@ class _Replacing(LocalUpload):
         self._store = store
         self._key = key
 
-    def finish(self, *, synced: bool = False) -> None:
+    def finish(self) -> None:
         """Complete the file, and rename it; `ConflictError` if the key has another version."""
         try:
             self.sync()
@@ -462,7 +462,7 @@ class _Replacing(LocalUpload):
                 with self._store.locked(self._key):
                     self._store._check_version(self._key, self.only_if)
                     self._rename()
-            super().finish(synced=True)
+            self._close()
         except BaseException:
             self.abort()
             raise

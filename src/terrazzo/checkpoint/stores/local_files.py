@@ -36,17 +36,13 @@ class LocalUpload(Upload):
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         for group in _groups(buffers):
-            total = sum(map(len, group))
-            self._write_behind(total)
-            written = self._pwritev(group, offset)
-            done = written
-            while done < total:  # after a short write, continue until the kernel returns an error
+            self._write_behind(sum(map(len, group)))
+            while group:  # after a short write, continue until the kernel returns an error
+                written = _call(self.path, self._os.pwritev, self._fd, group, offset)
                 if written == 0:
                     raise OSError(errno.EIO, "the file system accepted no bytes", self.path)
+                offset += written
                 group = _without_first(group, written)
-                written = self._pwritev(group, offset + done)
-                done += written
-            offset += total
 
     def _write_behind(self, more: int) -> None:
         """Before `more` is written, have the kernel begin with what was written before, if that is much."""
@@ -55,13 +51,6 @@ class LocalUpload(Upload):
             self._behind = more if behind >= _WRITE_BEHIND else behind + more
         if behind >= _WRITE_BEHIND:
             _start_writing_back(self._fd)
-
-    def _pwritev(self, buffers: Sequence[memoryview], offset: int) -> int:
-        try:
-            written: int = self._os.pwritev(self._fd, buffers, offset)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self.path) from error
-        return written
 
     def truncate(self, size: int) -> None:
         if os.fstat(self._fd).st_size > size:
@@ -74,15 +63,11 @@ class LocalUpload(Upload):
     def sync(self) -> None:
         """Make what is written survive a power failure."""
         if self._durable:
-            try:
-                self._os.fsync(self._fd)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, self.path) from error
+            _call(self.path, self._os.fsync, self._fd)
 
-    def finish(self, *, synced: bool = False) -> None:
+    def finish(self) -> None:
         try:
-            if not synced:
-                self.sync()
+            self.sync()
         finally:
             self._close()
         if self.then is not None:
@@ -122,10 +107,7 @@ class LocalReadFile:
         """Fill the buffers one after the other from `offset` on; raises `EOFError` if the file is too short."""
         for group in _groups(buffers):
             while group:
-                try:
-                    got = self._os.preadv(self._fd, group, offset)
-                except OSError as error:
-                    raise OSError(error.errno, error.strerror, self._path) from error
+                got = _call(self._path, self._os.preadv, self._fd, group, offset)
                 if got == 0:
                     raise EOFError(f"{self._path} is too short: it ends at byte {offset}")
                 offset += got
@@ -143,6 +125,14 @@ class LocalReadFile:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             self._os.close(fd)
+
+
+def _call(path: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a system call on an open file, whose path is in an error."""
+    try:
+        return function(*arguments)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 def _groups(buffers: Sequence[memoryview], most: int = _MAX_BYTES) -> list[Sequence[memoryview]]:

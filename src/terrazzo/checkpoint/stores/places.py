@@ -81,25 +81,22 @@ class Place:
     """
 
     def __init__(self, path: str | os.PathLike[str] | Store) -> None:
-        self._path: str | Path | None
+        self._path: str | Path  # of a store that is not local: its location
+        self._store = path if isinstance(path, Store) else None
         self._is_given = isinstance(path, Store)
+        self._parent: Place | None = None
         if isinstance(path, Store):
-            self._store: Store | None = path
-            self._path = path.path if isinstance(path, LocalStore) else None
-            self._text = path.location
+            self._path = path.path if isinstance(path, LocalStore) else path.location
         else:
-            self._store = None
             text = os.fspath(path)
             is_local = not is_url(text) or text.startswith(_FILE)
             self._path = Path(_local(text)).absolute() if is_local else text.rstrip("/")
-            self._text = str(self._path)
-        self._parent: Place | None = None
 
     def __str__(self) -> str:
-        return self._text
+        return str(self._path)
 
     def __repr__(self) -> str:
-        return f"Place({self._text!r})"
+        return f"Place({str(self)!r})"
 
     def __truediv__(self, name: str) -> Place:
         outer, _, name = name.rpartition("/")
@@ -107,16 +104,13 @@ class Place:
             return self / outer / name
         child = copy.copy(self)
         child._parent, child._store = self, None
-        child._text = f"{self._text}/{name}"
-        if self._path is not None:
-            child._path = self._path / name if isinstance(self._path, Path) else f"{self._path}/{name}"
-            child._text = str(child._path)
+        child._path = self._path / name if isinstance(self._path, Path) else f"{self._path}/{name}"
         return child
 
     @property
     def name(self) -> str:
         """The last component."""
-        return self._path.name if isinstance(self._path, Path) else self._text.rpartition("/")[2]
+        return self._path.name if isinstance(self._path, Path) else self._path.rpartition("/")[2]
 
     @property
     def parent(self) -> Place:
@@ -125,20 +119,17 @@ class Place:
             return self._parent
         if isinstance(self._path, Path):
             return Place(self._path.parent)
-        outer, _, name = self._text.rpartition("/")
-        if self._path is None or outer.endswith(("/", ":")):  # a bucket
-            raise CheckpointNotFoundError(f"{self._text} is not in a folder, so {name!r} cannot be a file")
+        outer, _, name = self._path.rpartition("/")
+        if self._is_given or outer.endswith(("/", ":")):  # a bucket
+            raise CheckpointNotFoundError(f"{self._path} is not in a folder, so {name!r} cannot be a file")
         return Place(outer)
 
     @property
     def store(self) -> Store:
         """The store of this folder."""
         if self._store is None:
-            if self._parent is not None:
-                self._store = self._parent.store.beneath(self.name)
-            else:
-                assert self._path is not None
-                self._store = store_at(self._path)
+            parent = self._parent
+            self._store = store_at(self._path) if parent is None else parent.store.beneath(self.name)
         return self._store
 
     @property
@@ -149,12 +140,12 @@ class Place:
     @property
     def is_named(self) -> bool:
         """Whether its path or URL is enough to construct it again. A store that was passed may have other settings."""
-        return self._path is not None and not self._is_given
+        return not self._is_given
 
     @property
     def path(self) -> str | Path:
         """The path or the URL."""
-        return self._text if self._path is None else self._path
+        return self._path
 
     def is_file(self) -> bool:
         """Whether there is a file."""
