@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Final
 
 import msgspec
@@ -135,16 +136,16 @@ def read(change: Change, data: torch.Tensor, dtype: torch.dtype) -> tuple[torch.
         if change.nbytes != box.numel * dtype.itemsize:
             raise _wrong(change)
         return None, data.view(dtype).view(box.lengths)
-    runs, count = _runs(box.numel), change.count
-    if change.nbytes != count * (dtype.itemsize + 2) + 4 * runs:
+    count = change.count
+    if change.nbytes != count * (dtype.itemsize + 2) + 4 * _runs(box.numel):
         raise _wrong(change)
     split = count * dtype.itemsize
     values = data[:split].view(dtype)
-    low = data[split : split + 2 * count].numpy().view("<u2").astype(np.int64)
-    counts = data[split + 2 * count :].numpy().copy().view("<u4")
-    if int(counts.sum()) != count:
+    low = data[split : split + 2 * count].numpy().view("<u2")
+    runs = data[split + 2 * count :].numpy().copy().view("<u4")
+    if int(runs.sum()) != count:
         raise _wrong(change)
-    places = low + np.repeat(np.arange(runs, dtype=np.int64) << 16, counts)
+    places = Places(low, runs).all()
     if count and int(places.max()) >= box.numel:
         raise _wrong(change)
     return torch.from_numpy(places), values
@@ -157,22 +158,13 @@ def in_box(places: torch.Tensor, window: Box, box: Box) -> tuple[torch.Tensor, t
     (tensor([1]), tensor([False,  True]))
     """
     if window.lengths[1:] == box.lengths[1:] and window.offsets[1:] == box.offsets[1:] and box.contains(window):
-        row = 1
-        for length in box.lengths[1:]:
-            row *= length
-        first = (window.offsets[0] - box.offsets[0]) * row if box.ndim else 0
+        first = (window.offsets[0] - box.offsets[0]) * prod(box.lengths[1:]) if box.ndim else 0
         return places + first, slice(None)
-    inside = torch.ones(len(places), dtype=torch.bool, device="cpu")
-    rest = places
-    position = torch.zeros_like(places)
-    stride = 1
-    for dim in reversed(range(box.ndim)):
-        at = rest % window.lengths[dim] + (window.offsets[dim] - box.offsets[dim])
-        rest = rest // window.lengths[dim]
-        inside &= (at >= 0) & (at < box.lengths[dim])
-        position += at * stride
-        stride *= box.lengths[dim]
-    return position[inside], inside
+    shift = [here - there for here, there in zip(window.offsets, box.offsets, strict=True)]
+    index = [at + by for at, by in zip(np.unravel_index(places.numpy(), window.lengths), shift, strict=True)]
+    inside = np.logical_and.reduce([(at >= 0) & (at < length) for at, length in zip(index, box.lengths, strict=True)])
+    position = np.ravel_multi_index([at[inside] for at in index], box.lengths)
+    return torch.from_numpy(position), torch.from_numpy(inside)
 
 
 def runs_of(changes: Sequence[Change], limit: int) -> Iterator[list[Change]]:

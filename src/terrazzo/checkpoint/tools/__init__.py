@@ -24,9 +24,6 @@ def listing_of(path: str | os.PathLike[str] | Store) -> Listing:
     listing = format.listing(place)
     if listing is not None:
         return listing
-    from terrazzo.checkpoint.tools.lazy import (
-        Checkpoint,
-        ReaderListing,  # imports PyTorch, as readers do
-    )
+    from terrazzo.checkpoint.tools.lazy import Checkpoint, ReaderListing  # imports PyTorch, as readers do
 
     return ReaderListing(Checkpoint(format.reader(place)))
