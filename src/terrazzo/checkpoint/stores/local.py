@@ -21,7 +21,7 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -185,20 +185,16 @@ class LocalStore(Store):
     def read(self, requests: Iterable[Request]) -> Iterator[Request]:
         file: LocalReadFile | None = None
         name = ""
-        try:
+        with ExitStack() as opened:
             for request in requests:
                 if file is None or request.key != name:
-                    if file is not None:
-                        file.close()
-                    file, name = self._opened(request.key), request.key
+                    opened.close()
+                    file, name = opened.enter_context(closing(self._opened(request.key))), request.key
                 if request.arrived is None:
                     file.read_into(request.start, request.buffers)
                 else:
                     file.read_in_steps(request.start, request.buffers, request.arrived)
                 yield request
-        finally:
-            if file is not None:
-                file.close()
 
     def _opened(self, key: str) -> LocalReadFile:
         path = self._path / key
@@ -214,13 +210,10 @@ class LocalStore(Store):
         return LocalReadFile(self._os, fd, str(path))
 
     def get(self, key: str, most: int = LARGEST) -> tuple[bytearray, Version]:
-        file = self._opened(key)
-        try:
+        with closing(self._opened(key)) as file:
             check_size(self, key, file.size, most)
             data = bytearray(file.size)
             file.read_into(0, [memoryview(data)])
-        finally:
-            file.close()
         return data, version_of(data)
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
