@@ -299,8 +299,9 @@ def test_a_list_of_versions_without_an_end_is_refused(tmp_path, base):
         {"number": n, "place": n, "id": "a", "base": b, "nbytes": 8, "total": 8} for n, b in ((0, 1), (1, base))
     ]
     (tmp_path / "published.json").write_text(json.dumps({"versions": versions}))
+    published = Versions(Place(tmp_path)).read()
     with pytest.raises(CheckpointFormatError, match="does not list the version on which version . is based"):
-        Versions(Place(tmp_path)).read().needed_for_newest(None)
+        published.needed_for(published.newest)
 
 
 def test_damage_is_found_and_the_model_keeps_what_it_has(tmp_path):

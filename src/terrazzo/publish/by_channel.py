@@ -108,7 +108,7 @@ class ChannelSender:
             raise
         return None
 
-    def announce(self, number: int) -> None:
+    def announce(self) -> None:
         """Raise if another publisher has replaced this one. Called on the first rank."""
         if not self._is_listed():
             raise CommError(

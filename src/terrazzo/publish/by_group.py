@@ -29,10 +29,9 @@ from terrazzo.comm.pending import timed_out
 from terrazzo.errors import CommError, CommTimeout, PublishError, PublishValueError
 from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.publish.channel import TRANSFER_LIMIT, AskedBox, Message, nbytes_of, pack, plan_messages
-from terrazzo.publish.host_copy import NeededBox, sources_of, targets_of
+from terrazzo.publish.host_copy import NeededBox, aligned, sources_of, targets_of
 from terrazzo.publish.parts import Parts, RenameLike, described, parts_of, shares_of
 
-_ALIGNED: Final = 16  # bytes: each message begins where tensors of any dtype may
 _NAMED: Final = 10  # tensors, in a message
 _Weights = nn.Module | Mapping[str, torch.Tensor]
 _Target = tuple[NeededBox, list[torch.Tensor]]  # what this rank receives, and the model's memory for it
@@ -212,8 +211,8 @@ class Transfer(ShownAsCall):
         for number in range(self._plan.rounds):
             outgoing = [messages[number] if number < len(messages) else () for messages in self._plan.sends]
             incoming = [messages[number] if number < len(messages) else None for messages in self._plan.receives]
-            sizes = [_padded(nbytes_of(asked)) for asked in outgoing]
-            lengths = [0 if message is None else _padded(message.nbytes) for message in incoming]
+            sizes = [aligned(nbytes_of(asked)) for asked in outgoing]
+            lengths = [0 if message is None else aligned(message.nbytes) for message in incoming]
             data = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
             for asked, piece in zip(outgoing, data.split(sizes), strict=True):
                 pack(piece, asked, boxes, tensors)
@@ -294,10 +293,6 @@ def _agreed_plan(team: Team, wanted: Callable[[], list[Message]]) -> TransferPla
 def _described(both: tuple[Parts | None, Parts | None]) -> tuple[bytes, bytes]:
     sent, received = (b"" if parts is None else described(parts) for parts in both)
     return sent, received
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 def _unpack(message: Message, data: torch.Tensor, targets: Sequence[_Target]) -> None:

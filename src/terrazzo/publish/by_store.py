@@ -203,7 +203,7 @@ class StoreSender:
         answer = team.reduce(lambda: msgspec.msgpack.encode(nbytes), enlist)
         return msgspec.msgpack.decode(answer, type=Version)
 
-    def announce(self, number: int) -> None:
+    def announce(self) -> None:
         """Do nothing: a version is listed when it is complete."""
 
     def reads(self, snapshot: Snapshot) -> bool:

@@ -28,7 +28,7 @@ from terrazzo.errors import CommError, PublishError, PublishValueError, Terrazzo
 from terrazzo.layout import Box
 from terrazzo.layout.box import row_major_windows
 from terrazzo.layout.drawing import ShownAsCall
-from terrazzo.publish.host_copy import Snapshot
+from terrazzo.publish.host_copy import Snapshot, aligned
 from terrazzo.publish.parts import ListedBox
 
 SECRET: Final = "TERRAZZO_PUBLISH_SECRET"
@@ -190,9 +190,6 @@ def called(channel: Channel, client: Client, operation: str, *arguments: Any, **
 # ------------------------------------------------------------------ messages
 
 
-_ALIGNED: Final = 16
-
-
 class AskedBox(msgspec.Struct, array_like=True, frozen=True):
     """A box in a message: the index of the sender's box that contains it, and its dtype on the way."""
 
@@ -267,7 +264,7 @@ def _messages(sender: int, pieces: Sequence[tuple[AskedBox, int]], limit: int) -
             yield Message(sender, *map(tuple, zip(*together, strict=True)))
             start, together = 0, []
         together.append((asked, target))
-        start = -(-(start + nbytes) // _ALIGNED) * _ALIGNED
+        start = aligned(start + nbytes)
     yield Message(sender, *map(tuple, zip(*together, strict=True)))
 
 
@@ -314,7 +311,7 @@ def _starts(asked: Sequence[AskedBox]) -> tuple[list[int], int]:
     """Where each box begins in a message, and the message's bytes."""
     starts, end = [], 0
     for each in asked:
-        starts.append(-(-end // _ALIGNED) * _ALIGNED)
+        starts.append(aligned(end))
         end = starts[-1] + each.box.numel * dtype_from_name(each.dtype).itemsize
     return starts, end
 

@@ -23,10 +23,9 @@ from terrazzo.checkpoint.native.format import BLOCK, checksum
 from terrazzo.checkpoint.native.tensors import bytes_of
 from terrazzo.errors import CheckpointCorruptError
 from terrazzo.layout import Box
-from terrazzo.publish.host_copy import Snapshot, SnapshotWindow
+from terrazzo.publish.host_copy import Snapshot, SnapshotWindow, aligned
 
 _RUN: Final = 1 << 16
-_ALIGNED: Final = 16
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Array = np.ndarray[Any, Any]
@@ -108,7 +107,7 @@ def differences(
         name = snapshot.names[window.part]
         change = Change(name, window.box.offsets, window.box.lengths, start, nbytes, count)
         found.append(ChangedWindow(window, change, None if places is None else Places.of(places, new.numel())))
-        start += -(-nbytes // _ALIGNED) * _ALIGNED
+        start += aligned(nbytes)
     return found
 
 

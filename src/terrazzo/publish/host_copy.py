@@ -24,6 +24,12 @@ from terrazzo.publish.parts import ModelPart, Parts, TensorInfo, published_dtype
 
 WINDOW: Final = 4 << 20  # bytes
 _CAST: Final = 64 << 20  # bytes that are converted at once on an accelerator
+_ALIGNED: Final = 16  # bytes
+
+
+def aligned(nbytes: int) -> int:
+    """The first place from here on at which a tensor of any dtype may begin."""
+    return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,11 +138,7 @@ class Publisher(ShownAsCall):
         Args:
             version: Its number, for instance the training step. None: one more than the last.
         """
-        self._check_open()
-        result, earlier = self._side.outcome()
-        self._last = result or self._last
-        team = self._side.team()
-        raise_if_any(team, earlier)
+        team = self._caught_up()
         number = (0 if self._number is None else self._number + 1) if version is None else int(version)
 
         snapshots: list[Snapshot] = []
@@ -169,7 +165,7 @@ class Publisher(ShownAsCall):
             if len(set(numbers)) > 1:
                 raise DivergentValueError(f"ranks publish different versions, in order of the ranks: {numbers}")
             refuse_differences([digests for _, digests in said])
-            self._sender.announce(number)
+            self._sender.announce()
             return b""
 
         team.reduce(take, announce)
@@ -190,13 +186,19 @@ class Publisher(ShownAsCall):
         return self._wait(closing=False)
 
     def _wait(self, *, closing: bool) -> Version | None:
-        self._check_open()
+        team = self._caught_up()
+        self._last = self._sender.wait(team, self._last, closing=closing)
+        return self._last
+
+    def _caught_up(self) -> Team:
+        """The ranks, when the version before is complete; raises its error on all of them."""
+        if not self._open:
+            raise PublishError("this Publisher has been closed: construct another one")
         result, error = self._side.outcome()
         self._last = result or self._last
         team = self._side.team()
         raise_if_any(team, error)
-        self._last = self._sender.wait(team, self._last, closing=closing)
-        return self._last
+        return team
 
     def close(self) -> None:
         """Wait for the last version as `wait` does, then close the connections.
@@ -216,10 +218,6 @@ class Publisher(ShownAsCall):
         self._side.outcome()
         self._sender.close()
         self._side.close()
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise PublishError("this Publisher has been closed: construct another one")
 
     def __enter__(self) -> Self:
         return self

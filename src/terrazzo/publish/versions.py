@@ -79,23 +79,19 @@ class Published(msgspec.Struct, frozen=True):
     def newest(self) -> Version | None:
         return self.versions[-1] if self.versions else None
 
-    def needed_for_newest(self, held: Version | None) -> tuple[Version, ...]:
-        """The versions that a receiver that has `held` must read, in order; none, if `held` is the newest.
+    def needed_for(self, version: Version | None, held: Version | None = None) -> tuple[Version, ...]:
+        """The versions that a receiver that has `held` must read to get `version`, in order; none, if it has that.
 
         >>> full, delta = Version(10, 1, "a", None, 8, 8), Version(20, 2, "b", 1, 2, 8)
         >>> published = Published((full, delta))
-        >>> [version.number for version in published.needed_for_newest(None)]
+        >>> [version.number for version in published.needed_for(delta)]
         [10, 20]
-        >>> [version.number for version in published.needed_for_newest(full)]
+        >>> [version.number for version in published.needed_for(delta, full)]
         [20]
         """
-        return () if self.newest is None else self.needed_for(self.newest, held)
-
-    def needed_for(self, version: Version, held: Version | None = None) -> tuple[Version, ...]:
-        """The versions that a receiver that has `held` must read to get `version`, in order."""
         known = {each.place: each for each in self.versions}
         needed: list[Version] = []
-        at: Version | None = version
+        at = version
         while at is not None and at != held:
             needed.append(at)
             if at.base is None:
@@ -241,7 +237,8 @@ class Versions:
         """The versions that a receiver that has `known` must read, held while the context lasts."""
         with ExitStack() as stack:
             for last in reversed(range(_TRIES)):
-                needed = self.read().needed_for_newest(known)
+                published = self.read()
+                needed = published.needed_for(published.newest, known)
                 try:
                     for version in needed:
                         stack.enter_context(held(self._catalog, version.place))
