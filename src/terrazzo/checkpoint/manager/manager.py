@@ -106,14 +106,14 @@ class CheckpointManager(Shown):
         self._since = time.monotonic()
         self._went_back = False  # whether existing steps may be saved again
         self._trains = False  # a manager that only restores or holds does not copy
-        self._records: list[Record] = []
-        self._why_no_latest: BaseException | None = None
+        self._told = _Told([])
         self._pending: Future[None] | None = None  # the running save
         self._process = os.getpid()
         self._tiers = open_tiers(Place(root), local, keep, keep_local, self._best, replicas, self._ranks)
-        self._house: Housekeeping | None = Housekeeping(self._tiers)
+        self._house = Housekeeping(self._tiers)
+        self._open = True
         self._look(check_holds_checkpoints)
-        self._last = self._settled = self._records[-1].step if self._records else None
+        self._last = self._settled = self._told.records[-1].step if self._told.records else None
 
     @property
     def root(self) -> str:
@@ -121,8 +121,8 @@ class CheckpointManager(Shown):
         return str(self._tiers.root.root)
 
     def __str__(self) -> str:
-        lines = [f"CheckpointManager({self.root!r}): {counted(len(self._records), 'checkpoint')}"]
-        for each in self._records:
+        lines = [f"CheckpointManager({self.root!r}): {counted(len(self._told.records), 'checkpoint')}"]
+        for each in self._told.records:
             metrics = [f"{name} {value:.6g}" for name, value in each.metrics.items()]
             saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.saved))
             lines.append("  ".join([f"  step {each.step}", saved, *metrics]))
@@ -178,7 +178,7 @@ class CheckpointManager(Shown):
             self._last = self._settled
             raise
         self._pending, self._trains = saving, True
-        if self._ranks.is_first and self._house is not None:
+        if self._ranks.is_first:
             self._house.after(step, saving)
         return True
 
@@ -224,8 +224,7 @@ class CheckpointManager(Shown):
                 raise DivergentValueError(
                     f"ranks save different steps ({said}): call save with the same step on all ranks"
                 )
-            if self._house is not None:
-                self._house.raise_failed()
+            self._house.raise_failed()
             looked = self._tiers.look()
             records, fast = looked.records, self._tiers.fast
             if any(step in tier.catalog.steps() for tier in self._tiers.all) and not self._idle():
@@ -285,17 +284,17 @@ class CheckpointManager(Shown):
             world: Any = dist.group.WORLD
             limit = time_limit_of(world if group is None else group)
         seconds = _PATIENCE if limit is None else min(_PATIENCE, limit.total_seconds() / 4)
-        return self._house is None or self._house.idle(seconds)
+        return self._house.idle(seconds)
 
     # ------------------------------------------------------------------ finding
 
     def steps(self) -> list[int]:
         """The steps of complete checkpoints, as of the start or the last `wait`, `restore` or `reload`."""
-        return sorted(record.step for record in self._records)
+        return sorted(record.step for record in self._told.records)
 
     def records(self) -> list[Record]:
         """The records of `steps`, with times and metrics, the newest last."""
-        return list(self._records)
+        return list(self._told.records)
 
     def latest_step(self) -> int | None:
         """The step that was saved last; None if there is no checkpoint.
@@ -303,13 +302,13 @@ class CheckpointManager(Shown):
         Raises an error if a checkpoint that may be the newest is there and cannot be read: of a newer release, damaged,
         or not accessible; or if the file `latest` names a step that is not there.
         """
-        if self._why_no_latest is not None:
-            raise self._why_no_latest
-        return self._records[-1].step if self._records else None
+        if self._told.why is not None:
+            raise self._told.why.exception()
+        return self._told.records[-1].step if self._told.records else None
 
     def best_step(self) -> int | None:
         """The best step, or None."""
-        found = in_order_of_merit(self._best, self._records)
+        found = in_order_of_merit(self._best, self._told.records)
         return found[0].step if found else None
 
     def reload(self) -> None:
@@ -327,16 +326,12 @@ class CheckpointManager(Shown):
             return self._encoded(looked)
 
         told = self._ranks.team(f"looking at {self.root}").first(found)
-        self._know(msgspec.msgpack.decode(told, type=_Told))
+        self._told = msgspec.msgpack.decode(told, type=_Told)
 
     def _encoded(self, looked: Looked) -> bytes:
         """On the first rank: what all ranks are to know."""
         unknown = self._tiers.why_no_latest(looked)
         return msgspec.msgpack.encode(_Told(looked.records, None if unknown is None else failure_of(unknown, 0)))
-
-    def _know(self, known: _Told) -> None:
-        self._records = known.records
-        self._why_no_latest = None if known.why is None else known.why.exception()
 
     # ------------------------------------------------------------------ restoring
 
@@ -366,9 +361,8 @@ class CheckpointManager(Shown):
 
         with reading:
             told = self._ranks.team(f"restoring {step} from {self.root}").reduce(self._join, take)
-            chosen, number, known = msgspec.msgpack.decode(told, type=tuple[int, int, _Told])
-            self._know(known)
-            (record,) = [each for each in self._records if each.step == chosen]
+            chosen, number, self._told = msgspec.msgpack.decode(told, type=tuple[int, int, _Told])
+            (record,) = [each for each in self._told.records if each.step == chosen]
             loading = Loading(self._tiers, record, partial(self._load, state, planner), self._ranks)
             damaged = loading.load_from(self._tiers.all[number], reading)
         if damaged:
@@ -418,14 +412,13 @@ class CheckpointManager(Shown):
         copying: list[Future[None]] = []
 
         def look(_: list[bytes]) -> bytes:
-            if not copying and self._house is not None and self._trains:
+            if not copying and self._open and self._trains:
                 copying.append(self._house.finish(newest))
             if not self._idle():
                 return b""
             for future in copying:
                 future.result()
-            if self._house is not None:
-                self._house.raise_failed()
+            self._house.raise_failed()
             return self._encoded(self._tiers.look())
 
         try:
@@ -433,12 +426,12 @@ class CheckpointManager(Shown):
         except CheckpointError:
             self._last = self._settled
             raise
-        self._know(msgspec.msgpack.decode(told, type=_Told))
+        self._told = msgspec.msgpack.decode(told, type=_Told)
         self._settled = self._last
 
     def close(self) -> None:
         """`wait`, and copy the newest local checkpoint. Afterwards only `steps`, `records` and the like can be used."""
-        if self._house is None:
+        if not self._open:
             return
         try:
             self._finish(newest=True)
@@ -446,9 +439,8 @@ class CheckpointManager(Shown):
             self._stop()
 
     def _stop(self) -> None:
-        house, self._house = self._house, None
-        if house is not None:
-            house.close()
+        self._open = False
+        self._house.close()
         self._tiers.close()
 
     def __enter__(self) -> Self:
@@ -463,16 +455,14 @@ class CheckpointManager(Shown):
         except Exception as failed:
             LOGGER.warning("%s: the last save failed too: %s", self.root, failed)
         finally:
-            house = self._house
             self._stop()
         try:
-            if house is not None:
-                house.raise_failed()
+            self._house.raise_failed()
         except CheckpointManagerError as failed:
             LOGGER.warning("%s", failed)
 
     def _check_open(self) -> None:
-        if self._house is None:
+        if not self._open:
             raise CheckpointManagerError(f"the manager of {self.root} is closed: construct another one")
 
     def _patiently(self, doing: str, step: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
