@@ -118,6 +118,22 @@ def _fail_futures_of_parent() -> None:
 os.register_at_fork(after_in_child=_fail_futures_of_parent)
 
 
+def settle(future: Future[T], work: Callable[[], T]) -> None:
+    """Do the work, and set the future's result, or its error.
+
+    >>> future = Future()
+    >>> settle(future, lambda: 3)
+    >>> future.result()
+    3
+    """
+    try:
+        result = work()
+    except BaseException as error:  # noqa: B036  # the future raises it
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
 class Worker:
     """Makes calls one after the other, on a thread that exists while there are any.
 
@@ -177,14 +193,8 @@ class Worker:
                     self._thread = None
                     return
                 future, call = self._calls.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = call()
-            except BaseException as error:  # noqa: B036  # the future raises it
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+            if future.set_running_or_notify_cancel():
+                settle(future, call)
 
     def _in_forked_process(self) -> None:
         """Have no calls: those of the parent are made there, on a thread that does not exist here."""

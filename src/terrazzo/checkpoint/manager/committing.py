@@ -8,8 +8,10 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+from terrazzo._threads import settle
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.names import name_as_latest
 from terrazzo.checkpoint.planner import SavePlanner
@@ -87,16 +89,11 @@ def save_named(
     if async_op:
         saving = async_save(state, **arguments)
 
-        def committed(done: Future[Any]) -> None:
-            try:
-                done.result()
-                move()
-            except BaseException as error:  # the future raises it
-                finished.set_exception(error)
-            else:
-                finished.set_result(None)
+        def follow(saved: Future[Any]) -> None:
+            saved.result()
+            move()
 
-        saving.add_done_callback(committed)
+        saving.add_done_callback(lambda saved: settle(finished, partial(follow, saved)))
         return finished
     save(state, **arguments)
     ranks.team(f"moving latest of {root}").together(move)
