@@ -104,9 +104,7 @@ class SaveAt(SavePolicy):
     def __init__(self, steps: Iterable[int]) -> None:
         object.__setattr__(self, "steps", frozenset(steps))
 
-    @property
-    def same_everywhere(self) -> bool:
-        return True
+    same_everywhere = True
 
     def wants(self, moment: Moment) -> bool:
         return moment.step in self.steps
@@ -120,9 +118,7 @@ class SaveFirst(SavePolicy):
     (True, False)
     """
 
-    @property
-    def same_everywhere(self) -> bool:
-        return True
+    same_everywhere = True
 
     def wants(self, moment: Moment) -> bool:
         return moment.last_step is None
@@ -144,9 +140,7 @@ class SaveOnStop(SavePolicy):
 
     stop: Agreed
 
-    @property
-    def same_everywhere(self) -> bool:
-        return True
+    same_everywhere = True
 
     def wants(self, moment: Moment) -> bool:
         return self.stop.agreed()
