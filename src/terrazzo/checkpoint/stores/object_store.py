@@ -21,6 +21,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, Final, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -163,10 +164,11 @@ class ObjectStore(Store):
                 return _version(self._bucket.put(self._path(key), data, mode=mode, use_multipart=False))
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError) as error:
                 self._check_bucket(error, certain=not isinstance(only_if, str))
-                present = self._found(key)
-                if present is not None and present[0] == _joined(data):
-                    return present[1]
-                there = ABSENT if present is None else present[1]
+                there: Absent | Version = ABSENT
+                with suppress(FileNotFoundError):
+                    found, there = self.get(key)
+                    if found == _joined(data):
+                        return there
                 if only_if is not None and there != only_if:
                     raise self.conflict(key) from error
                 if attempt == _TRIES - 1:
@@ -175,12 +177,6 @@ class ObjectStore(Store):
                 self._fail(key, error)
             time.sleep(0.1 * 2**attempt)  # another conditional put was under way
         raise AssertionError
-
-    def _found(self, key: str) -> tuple[bytes, Version] | None:
-        try:
-            return self.get(key)
-        except FileNotFoundError:
-            return None
 
     def list(self, prefix: str = "") -> list[Entry]:
         start = len(self._path(""))
