@@ -9,7 +9,6 @@ What receivers ask for may be wrong. It is checked, and refused; the publisher g
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import uuid
@@ -31,9 +30,7 @@ from terrazzo.errors import CommError, CommTimeout, PublishError
 from terrazzo.publish.channel import AskedBox, Board, Channel, Message, called, packed, plan_messages
 from terrazzo.publish.host_copy import HostCopy, Match, Snapshot
 from terrazzo.publish.parts import ListedBox, PublishedShares, TensorInfo
-from terrazzo.publish.versions import Version
-
-LOGGER: Final = logging.getLogger("terrazzo.publish")
+from terrazzo.publish.versions import LOGGER, Version
 
 _LOOK: Final = 0.01  # seconds between two tries to hold a version, or looks whether receivers have the last one
 _PATIENCE: Final = 10.0  # seconds for which `close` waits for receivers that do nothing
@@ -92,14 +89,13 @@ class ChannelSender:
             self._server, *where = self._channel.serve_beside(lambda: _Session(self), self._timeout)
             return msgspec.msgpack.encode(where)
 
-        def tell(parts: list[bytes]) -> bytes:
+        def tell(parts: list[bytes]) -> None:
             infos = {name: (dtype_name(info.dtype), info.shape) for name, info in shares.infos.items()}
             servers = [msgspec.msgpack.decode(part, type=tuple[str, int]) for part in parts]
             listing = PublisherListing(infos, shares.aliases, shares.held, servers)
             assert self._board is not None
             self._board.put("listing", msgspec.msgpack.encode(listing))
             self._board.put("name", self._name.encode())
-            return b""
 
         try:
             team.reduce(serve, tell)
@@ -221,11 +217,11 @@ class ChannelSender:
         if last is None:
             return None
 
-        team.first(lambda: self._wait_until_taken(closing))
+        team.first(partial(self._wait_until_taken, closing))
         sent = team.reduce(lambda: b"%d" % self._sent, lambda parts: b"%d" % sum(map(int, parts)))
         return msgspec.structs.replace(last, nbytes=int(sent))
 
-    def _wait_until_taken(self, closing: bool) -> bytes:
+    def _wait_until_taken(self, closing: bool) -> None:
         limit = self._timeout.total_seconds()
         patience = min(limit, _PATIENCE)
         started = self._progress = time.monotonic()
@@ -234,7 +230,7 @@ class ChannelSender:
                 late = sum(group.taken < self._offer.place for group in self._groups.values())
                 count = len(self._groups)
             if not late:
-                return b""
+                return
             now = time.monotonic()
             if now > started + limit or (closing and now > self._progress + patience):
                 problem = (
@@ -244,7 +240,7 @@ class ChannelSender:
                 if not closing:
                     raise CommTimeout(problem)
                 LOGGER.warning("%s is closed, but %s", self._channel, problem)
-                return b""
+                return
             time.sleep(_LOOK)
 
     def close(self) -> None:
@@ -361,7 +357,7 @@ class ChannelSource:
         board = self._board
         data = team.first(lambda: b"" if board is None else board.value("listing"))
 
-        def plan() -> bytes:
+        def plan() -> None:
             try:
                 listing = msgspec.msgpack.decode(data, type=PublisherListing)
                 infos = listing.tensors()
@@ -373,7 +369,6 @@ class ChannelSource:
             most = self._channel.bucket_bytes // max(_AT_ONCE, len(team.ranks))
             self._messages = plan_messages(listing.held, wanted, dtypes, most)
             self._clients = [self._channel.client(self._timeout, where) for where in listing.servers]
-            return b""
 
         def join(_: list[bytes]) -> bytes:
             group = uuid.uuid4().hex
@@ -383,10 +378,9 @@ class ChannelSource:
         self._group = team.reduce(plan, join).decode()
         self._publisher = publisher
 
-    def _at_all(self, operation: str, *arguments: Any) -> bytes:
+    def _at_all(self, operation: str, *arguments: Any) -> None:
         for client in reversed(self._clients):  # the publisher's first rank, which waits, when the others know
             called(self._channel, client, operation, *arguments)
-        return b""
 
     def _hold_new(self) -> bytes:
         """On the first rank: hold the last version at all ranks of the publisher; empty if it is not a new one."""

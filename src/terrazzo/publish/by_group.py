@@ -30,7 +30,7 @@ from terrazzo.errors import CommError, CommTimeout, PublishError, PublishValueEr
 from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.publish.channel import TRANSFER_LIMIT, AskedBox, Message, nbytes_of, pack, plan_messages
 from terrazzo.publish.host_copy import NeededBox, aligned, sources_of, targets_of
-from terrazzo.publish.parts import Parts, RenameLike, described, parts_of, shares_of
+from terrazzo.publish.parts import Parts, RenameLike, changed, described, parts_of, shares_of
 
 _NAMED: Final = 10  # tensors, in a message
 _Weights = nn.Module | Mapping[str, torch.Tensor]
@@ -195,10 +195,7 @@ class Transfer(ShownAsCall):
         def look() -> None:
             found.append((self._parts(self._send, self._send_rename), self._parts(self._receive, self._receive_rename)))
             if _described(found[0]) != self._described:
-                raise PublishError(
-                    "the model's tensors, dtypes or layout have changed since this Transfer was constructed: construct "
-                    "another one"
-                )
+                raise changed("this Transfer was constructed: construct another one")
 
         self._team().together(look)
         sent, received = found[0]

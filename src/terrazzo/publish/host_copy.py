@@ -17,10 +17,10 @@ from typing import Final, NamedTuple
 import torch
 
 from terrazzo.checkpoint.native.tensors import as_bytes, can_convert, is_lossless, same_memory
-from terrazzo.errors import CheckpointMismatchError, PublishError
+from terrazzo.errors import CheckpointMismatchError
 from terrazzo.layout import Box
 from terrazzo.layout.box import row_major_windows
-from terrazzo.publish.parts import ModelPart, Parts, TensorInfo, published_dtype
+from terrazzo.publish.parts import ModelPart, Parts, TensorInfo, changed, published_dtype
 
 WINDOW: Final = 4 << 20  # bytes
 _CAST: Final = 64 << 20  # bytes that are converted at once on an accelerator
@@ -41,6 +41,10 @@ class SnapshotWindow:
     within: Box  # in the part
 
 
+def _host_memory(box: Box, dtype: torch.dtype, model_is_on_cpu: bool) -> torch.Tensor:
+    return torch.empty(box.lengths, dtype=dtype, pin_memory=not model_is_on_cpu, device="cpu")
+
+
 class Snapshot:
     """Host memory for the parts that this rank publishes."""
 
@@ -48,13 +52,7 @@ class Snapshot:
         self.names = [part.name for part in parts]
         self.boxes = [part.box for part in parts]
         self.tensors = [
-            torch.empty(
-                part.box.lengths,
-                dtype=published_dtype(part.data.dtype, dtype),
-                pin_memory=not part.data.is_cpu,
-                device="cpu",
-            )
-            for part in parts
+            _host_memory(part.box, published_dtype(part.data.dtype, dtype), part.data.is_cpu) for part in parts
         ]
 
     @property
@@ -188,7 +186,7 @@ class HostCopy:
         for needed, in_model in targets.items():
             data, is_cpu = known.get(needed), in_model[0].is_cpu
             if data is None or data.is_pinned() == is_cpu:
-                data = torch.empty(needed.box.lengths, dtype=needed.dtype, pin_memory=not is_cpu, device="cpu")
+                data = _host_memory(needed.box, needed.dtype, is_cpu)
             slot = ReceivedBox(needed.source, needed.box, data, in_model)
             self.slots.append(slot)
             self._by_source.setdefault(slot.source, []).append(slot)
@@ -197,10 +195,7 @@ class HostCopy:
         """Refer to the model's present memory: it may have been moved, for instance to another device."""
         in_model = targets_of(parts, self._sources)
         if in_model.keys() != {slot.needed for slot in self.slots}:
-            raise PublishError(
-                "the model's tensors, dtypes or layout have changed since a version was received: construct another "
-                "Receiver"
-            )
+            raise changed("a version was received: construct another Receiver")
         for slot in self.slots:
             present = in_model[slot.needed]
             if not _same_memory(present, slot.in_model):

@@ -164,6 +164,11 @@ def published_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtyp
     return asked if asked is not None and dtype.is_floating_point else dtype
 
 
+def changed(since: str) -> PublishError:
+    """The error of a model that is not described as it was before; `since` says when, and what to do."""
+    return PublishError(f"the model's tensors, dtypes or layout have changed since {since}")
+
+
 class _Row(msgspec.Struct, array_like=True, frozen=True):
     """A box of a tensor on a rank."""
 

@@ -25,6 +25,7 @@ from terrazzo.publish.parts import (
     Parts,
     PublishedShares,
     RenameLike,
+    changed,
     described,
     parts_of,
     refuse_differences,
@@ -147,10 +148,7 @@ class Publisher(ShownAsCall):
             self._sender.settle()  # not before all ranks publish: until then receivers get the version before
             parts = parts_of(self._model, self._rename)
             if described(parts) != self._described:
-                raise PublishError(
-                    "the model's tensors or their layout have changed since this Publisher was constructed: construct "
-                    "another one"
-                )
+                raise changed("this Publisher was constructed: construct another one")
             own = [parts.parts[number] for number in self._own]
             free = [each for each in self._snapshots if not self._sender.reads(each)]
             snapshots.append(free[-1] if free else Snapshot(own, self._dtype))
@@ -159,14 +157,13 @@ class Publisher(ShownAsCall):
             mine = {name: digest for (_, name), digest in zip(self._compared, digests, strict=True)}
             return msgspec.msgpack.encode((number, mine))
 
-        def announce(parts: list[bytes]) -> bytes:
+        def announce(parts: list[bytes]) -> None:
             said = [msgspec.msgpack.decode(part, type=tuple[int, dict[str, int]]) for part in parts]
             numbers = [number for number, _ in said]
             if len(set(numbers)) > 1:
                 raise DivergentValueError(f"ranks publish different versions, in order of the ranks: {numbers}")
             refuse_differences([digests for _, digests in said])
             self._sender.announce()
-            return b""
 
         team.reduce(take, announce)
         beside = self._side.team_in_background()

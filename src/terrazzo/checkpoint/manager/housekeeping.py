@@ -230,11 +230,10 @@ class Loading:
         """Remove the damaged local checkpoint, so that no save shares its files and no rank reads it again."""
         local = self.tiers.fast
 
-        def discard() -> bytes:
+        def discard() -> None:
             if not remove(local.catalog, self.record.step):
                 where = local.catalog.store_of(self.record.step).location
                 LOGGER.warning("%s is damaged, but is not removed because it is being read", where)
-            return b""
 
         self.ranks.team(f"removing the damaged step {self.record.step} from {local.root}").first(discard)
 

@@ -270,12 +270,11 @@ class CheckpointManager(Shown):
             if is_held(store):
                 raise CheckpointExistsError(f"cannot replace {store.location} while it is being read: save later")
 
-    def _join(self) -> bytes:
+    def _join(self) -> None:
         """Wait for the running save, and raise its error."""
         pending, self._pending = self._pending, None
         if pending is not None and self._process == os.getpid():  # a save of a process that forked is that one's
             pending.result()
-        return b""
 
     def _idle(self) -> bool:
         """On the first rank: whether housekeeping is done. Waits for it, but less long than the other ranks wait."""
@@ -465,7 +464,9 @@ class CheckpointManager(Shown):
         if not self._open:
             raise CheckpointManagerError(f"the manager of {self.root} is closed: construct another one")
 
-    def _patiently(self, doing: str, step: Callable[[], bytes], combine: Callable[[list[bytes]], bytes]) -> bytes:
+    def _patiently(
+        self, doing: str, step: Callable[[], bytes | None], combine: Callable[[list[bytes]], bytes]
+    ) -> bytes:
         """Like `Teams.reduce`, repeated while `combine` returns nothing because the first rank is busy."""
         while True:
             told = self._ranks.team(doing).reduce(step, combine)

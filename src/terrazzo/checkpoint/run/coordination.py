@@ -175,14 +175,17 @@ class Team:
 
     def reduce(
         self,
-        step: Callable[[], bytes],
-        combine: Callable[[list[bytes]], bytes],
+        step: Callable[[], bytes | None],
+        combine: Callable[[list[bytes]], bytes | None],
         discard_if_combine_fails: Callable[[], bool] = lambda: True,
     ) -> bytes:
-        """Call `step` on every rank, then `combine` on the coordinator with all results; every rank gets its result."""
+        """Call `step` on every rank, then `combine` on the coordinator with all results; every rank gets its result.
+
+        None is no bytes.
+        """
         own, error = self._run(step)
         with self._heard(error):
-            answers, error = self._combined(own, error, lambda parts: [combine(parts)], discard_if_combine_fails)
+            answers, error = self._combined(own, error, lambda parts: [combine(parts) or b""], discard_if_combine_fails)
             if self.plane is None:
                 return self._received(answers[0], error)
             data = self.plane.broadcast(_encode(answers[0]) if self.is_coordinator else None, 0)
@@ -202,15 +205,14 @@ class Team:
     def together(self, step: Callable[[], object]) -> None:
         """Call `step` on every rank, and return when all are done."""
 
-        def run() -> bytes:
+        def run() -> None:
             step()
-            return b""
 
-        self.reduce(run, lambda parts: b"")
+        self.reduce(run, lambda parts: None)
 
-    def first(self, work: Callable[[], bytes]) -> bytes:
+    def first(self, work: Callable[[], bytes | None]) -> bytes:
         """Call `work` on the coordinator when all ranks are here; every rank gets its result."""
-        return self.reduce(lambda: b"", lambda _: work())
+        return self.reduce(lambda: None, lambda _: work())
 
     def all_true(self, yes: bool) -> bool:
         """Whether `yes` is true on all ranks."""
@@ -232,10 +234,10 @@ class Team:
 
     # -------------------------------------------------------------- one step
 
-    def _run(self, step: Callable[[], bytes]) -> tuple[_StepResult, BaseException | None]:
+    def _run(self, step: Callable[[], bytes | None]) -> tuple[_StepResult, BaseException | None]:
         """A step's result on this rank, or its failure; also of interrupts, because other ranks wait for this one."""
         try:
-            return _StepResult(step(), []), None
+            return _StepResult(step() or b"", []), None
         except BaseException as error:  # noqa: B036  # `_received` raises it again
             return _StepResult(b"", [failure_of(error, self.global_rank)]), error
 
