@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import groupby
 from typing import Any, Final
 
 import msgspec
@@ -411,10 +412,8 @@ class ChannelSource:
         return b""
 
     def _receive(self, sequence: int) -> None:
-        by_sender: dict[int, list[Message]] = {}
-        for message in self._messages:
-            by_sender.setdefault(message.sender, []).append(message)
-        reads = [partial(self._receive_from, each, sequence) for each in by_sender.values()]
+        by_sender = groupby(self._messages, lambda message: message.sender)
+        reads = [partial(self._receive_from, [*messages], sequence) for _, messages in by_sender]
         results_of(reads, _AT_ONCE, "terrazzo-receive")
         self.bytes_read += sum(message.nbytes for message in self._messages)
 

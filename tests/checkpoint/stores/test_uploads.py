@@ -16,7 +16,7 @@ from terrazzo.checkpoint import NativeReader, NativeWriter, async_save, load, sa
 from terrazzo.checkpoint.native import writer
 from terrazzo.checkpoint.native.tensors import bytes_of
 from terrazzo.checkpoint.native.writer import WriteOptions
-from terrazzo.checkpoint.stores import Capabilities, MemoryStore, Request, ScatteredUpload, Upload
+from terrazzo.checkpoint.stores import Capabilities, GrowingUpload, MemoryStore, Request, ScatteredUpload, Upload
 from terrazzo.checkpoint.stores.object_store import ObjectStore
 from terrazzo.errors import CheckpointException
 
@@ -49,6 +49,22 @@ def test_a_hole_is_no_file() -> None:
     upload.give(4, [memoryview(b"e")])
     with pytest.raises(ValueError, match="byte 3"):
         upload.finish()
+
+
+@pytest.mark.parametrize("bound", [0, 5, 11, 100])
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_a_file_grows_from_memory_into_an_upload_of_its_own(bound: int, is_finished: bool) -> None:
+    store = MemoryStore()
+    upload = GrowingUpload(lambda data: store.put("small", data), lambda: store.upload("large", 0), bound)
+    for offset, buffers in ((0, [b"hello"]), (5, [b" ", b"wor", b""]), (9, []), (9, [b"ld"])):
+        upload.write(offset, [memoryview(buffer) for buffer in buffers])
+    with pytest.raises(ValueError, match="must begin at byte 11, not at 5"):
+        upload.write(5, [memoryview(b"again")])
+    if is_finished:
+        upload.finish()
+    upload.abort()
+    name = "small" if bound >= 11 else "large"
+    assert [(entry.key, store.get(entry.key)[0]) for entry in store.list()] == [(name, b"hello world")] * is_finished
 
 
 def test_memory_of_a_tensor_keeps_it_alive() -> None:

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final, NewType, Self
 
 import msgspec
@@ -157,11 +158,15 @@ class MemoryUpload(Upload):
         del self._data[size:]
 
     def finish(self) -> None:
-        data, self._data = self._data, bytearray()
-        self._send(memoryview(data))
+        self._send(self._taken())
 
     def abort(self) -> None:
         """Do nothing: the file does not exist before `finish`."""
+
+    def _taken(self) -> memoryview:
+        """What has been written, which this upload does not keep."""
+        data, self._data = self._data, bytearray()
+        return memoryview(data)
 
 
 class ScatteredUpload(Upload):
@@ -180,24 +185,10 @@ class ScatteredUpload(Upload):
         self._parts.append((offset, memoryview(b"".join(buffers))))
 
     def give(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        small: list[memoryview] = []
-        for buffer in buffers:
-            if len(buffer) < self._SMALL:
-                small.append(buffer)
-                continue
-            offset = self._join(offset, small)
-            self._parts.append((offset, buffer))
-            offset += len(buffer)
-            small = []
-        self._join(offset, small)
-
-    def _join(self, offset: int, small: Sequence[memoryview]) -> int:
-        """Join small buffers into one part; returns where the next one begins."""
-        if small:
-            joined = memoryview(b"".join(small))
-            self._parts.append((offset, joined))
-            offset += len(joined)
-        return offset
+        for are_small, several in groupby(buffers, lambda buffer: len(buffer) < self._SMALL):
+            for part in [memoryview(b"".join(several))] if are_small else several:
+                self._parts.append((offset, part))
+                offset += len(part)
 
     def finish(self) -> None:
         parts, self._parts = sorted(self._parts, key=lambda part: part[0]), []
@@ -224,41 +215,27 @@ class GrowingUpload(Upload):
     def __init__(
         self, send: Callable[[memoryview], object], begin: Callable[[], Upload], bound: int = 64 << 20
     ) -> None:
-        self._send = send
+        self._small = MemoryUpload(0, send)
+        self._file: Upload = self._small
         self._begin = begin
         self._bound = bound
-        self._held = bytearray()
         self._position = 0
-        self._large: Upload | None = None
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         if offset != self._position:
             raise ValueError(f"the next write must begin at byte {self._position}, not at {offset}")
         self._position += sum(map(len, buffers))
-        if self._large is None and self._position > self._bound:
-            self._large = self._begin()
-            held, self._held = self._held, bytearray()
-            self._large.write(0, [memoryview(held)])
-        if self._large is not None:
-            self._large.write(offset, buffers)
-            return
-        for buffer in buffers:
-            self._held += buffer
+        if self._file is self._small and self._position > self._bound:
+            self._file = self._begin()
+            self._file.write(0, [self._small._taken()])
+        self._file.write(offset, buffers)
 
     def finish(self) -> None:
-        if self._large is None:
-            held, self._held = self._held, bytearray()
-            self._send(memoryview(held))
-        else:
-            large, self._large = self._large, None
-            large.finish()
+        self._file.finish()
 
     def abort(self) -> None:
-        self._held = bytearray()
-        if self._large is not None:
-            large, self._large = self._large, None
-            with suppress(OSError):
-                large.abort()
+        with suppress(OSError):
+            self._file.abort()
 
 
 class Lease(abc.ABC):
