@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal, Protocol, TypeVar
 
 from terrazzo.checkpoint.manager.records import Catalog, Record
@@ -357,15 +358,11 @@ def settled(keep: KeepPolicy | int | None, best: Best | None) -> KeepPolicy | No
 
 def reasons_to_keep(policy: KeepPolicy | None, best: Best | None, records: Sequence[Record]) -> dict[int, list[str]]:
     """The steps that are kept, the newest last, with all reasons."""
+    parts = (KeepWhen(lambda record: True, "all"),) if policy is None else parts_of(policy)
+    kept = [part.keeps(records) for part in parts]
+    kept += [{record.step: f"best by {best}" for record in best.order(records)[:1]}] if best is not None else []
+    kept += [{record.step: NEWEST for record in records[-1:]}]
     reasons: dict[int, list[str]] = {}
-    if policy is None:
-        reasons = {record.step: ["all"] for record in records}
-    for part in parts_of(policy) if policy is not None else ():
-        for step, why in part.keeps(records).items():
-            reasons.setdefault(step, []).append(why)
-    if best is not None:
-        for record in best.order(records)[:1]:
-            reasons.setdefault(record.step, []).append(f"best by {best}")
-    for record in records[-1:]:
-        reasons.setdefault(record.step, []).append(NEWEST)
+    for step, why in chain.from_iterable(each.items() for each in kept):
+        reasons.setdefault(step, []).append(why)
     return reasons

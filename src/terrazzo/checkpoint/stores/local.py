@@ -23,6 +23,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,12 +80,8 @@ class LocalStore(Store):
         return self._path
 
     def prepare(self) -> None:
-        new = []
-        folder = self._path.absolute()
-        while not folder.is_dir():
-            new.append(folder)
-            folder = folder.parent
-        for folder in reversed(new):
+        new = takewhile(lambda folder: not folder.is_dir(), (self._path, *self._path.parents))
+        for folder in reversed(list(new)):
             try:
                 self._os.mkdir(folder)
             except FileExistsError as error:  # another rank has created it

@@ -95,12 +95,11 @@ class LocalReadFile:
         self._path = path
         try:
             status = system.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointFormatError(f"{path} is a folder, a pipe or a device, not a file")
         except BaseException:
             self.close()
             raise
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise CheckpointFormatError(f"{path} is a folder, a pipe or a device, not a file")
         self.size: int = status.st_size
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> None:
