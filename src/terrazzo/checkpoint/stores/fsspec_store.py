@@ -183,10 +183,8 @@ class FsspecStore(Store):
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            try:
+            with suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(key))
-            except FileNotFoundError:
-                pass
 
 
 class _Opened(Upload):

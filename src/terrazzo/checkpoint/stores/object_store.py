@@ -21,7 +21,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from typing import Any, Final, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -198,12 +198,8 @@ class ObjectStore(Store):
         results_of([partial(self._delete, key) for key in wanted], self.caps.depth, "terrazzo-delete")
 
     def _delete(self, key: str) -> None:
-        try:
+        with suppress(FileNotFoundError), self._failing(key):
             self._bucket.delete(self._path(key))
-        except FileNotFoundError:
-            pass
-        except exceptions.BaseError as error:
-            self._fail(key, error)
 
     def adopt(self, other: Store, key: str, name: str) -> str | None:
         """Copy within one bucket, by the store itself."""
@@ -214,13 +210,10 @@ class ObjectStore(Store):
             return None
         if self._prefix == other._prefix:  # no save removes a file of the checkpoint that is valid now
             return key
-        try:
+        with suppress(FileNotFoundError), self._failing(key):
             obstore.copy(self._bucket, other._path(key), self._path(name))
-        except FileNotFoundError:
-            return None
-        except exceptions.BaseError as error:
-            self._fail(key, error)
-        return name
+            return name
+        return None
 
     def _tried(self, key: str, read: Callable[[], T]) -> T:
         """The result of `read`, repeated if a reply breaks off while it is read: the client does not retry that."""
@@ -254,6 +247,14 @@ class ObjectStore(Store):
                 "the URL"
             ) from error
 
+    @contextmanager
+    def _failing(self, key: str) -> Iterator[None]:
+        """Raise the client's errors of what is done with a key as `_fail` does."""
+        try:
+            yield
+        except exceptions.BaseError as error:
+            self._fail(key, error)
+
     def _fail(self, key: str, error: Exception) -> NoReturn:
         """Raise an error of the client as an `OSError`, which the rest of the library handles."""
         if isinstance(error, (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)):
@@ -268,25 +269,20 @@ class _Parts(Upload):
         self._store = store
         self._key = key
         path = store._path(key)
-        self._writer: Any = self._tried(
-            lambda: obstore.open_writer(store._bucket, path, buffer_size=_PART, max_concurrency=3)
-        )
+        with store._failing(key):
+            self._writer: Any = obstore.open_writer(store._bucket, path, buffer_size=_PART, max_concurrency=3)
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        for data in buffers:  # each is copied, because the client sends this memory later
-            self._tried(partial(self._writer.write, bytes(data)))
+        with self._store._failing(self._key):
+            for data in buffers:  # each is copied, because the client sends this memory later
+                self._writer.write(bytes(data))
 
     def finish(self) -> None:
-        self._tried(self._writer.close)
+        with self._store._failing(self._key):
+            self._writer.close()
 
     def abort(self) -> None:
         self._writer = None  # closing it would complete an object from the parts that were sent
-
-    def _tried(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except exceptions.BaseError as error:
-            self._store._fail(self._key, error)
 
 
 def _joined(data: bytes | memoryview | Sequence[memoryview]) -> bytes | memoryview:
