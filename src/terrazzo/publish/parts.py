@@ -139,10 +139,8 @@ def _parts_under(link: Link, view: ShardView, *, is_plain: bool, is_buffer: bool
             continue
         place = link.in_file(common)
         piece = data[common.relative_to(box).slices()]
-        if piece.ndim > place.ndim:
-            piece = piece.squeeze(0)
-        elif piece.ndim < place.ndim:
-            piece = piece.unsqueeze(0)
+        if piece.ndim != place.ndim:  # by a first dim of length 1
+            piece = piece.view(place.lengths)
         if not place.is_empty:
             found.append(ModelPart(link.file, place, piece, is_plain, is_buffer))
     return found
@@ -218,16 +216,12 @@ class PublishedShares:
 def described(parts: Parts) -> bytes:
     """This rank's encoded description, for the other ranks."""
     numbers = {name: number for number, name in enumerate(parts.infos)}
-    return msgspec.msgpack.encode(
-        _Table(
-            [(name, dtype_name(info.dtype), info.shape) for name, info in parts.infos.items()],
-            [
-                _Row(numbers[part.name], part.box.offsets, part.box.lengths, part.is_plain, part.is_buffer)
-                for part in parts.parts
-            ],
-            dict(parts.aliases),
-        )
-    )
+    tensors = [(name, dtype_name(info.dtype), info.shape) for name, info in parts.infos.items()]
+    rows = [
+        _Row(numbers[part.name], part.box.offsets, part.box.lengths, part.is_plain, part.is_buffer)
+        for part in parts.parts
+    ]
+    return msgspec.msgpack.encode(_Table(tensors, rows, dict(parts.aliases)))
 
 
 def shares_of(descriptions: Sequence[bytes], me: int | None, dtype: torch.dtype | None) -> PublishedShares:

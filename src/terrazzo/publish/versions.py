@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
 import msgspec
@@ -133,10 +133,9 @@ class Versions:
 
     def read(self) -> Published:
         """The list as it is now."""
-        try:
+        data = None
+        with suppress(NotADirectoryError):
             data = self._commit.begin(most=SMALL)
-        except NotADirectoryError:
-            data = None
         if data is None:
             return Published()
         try:
