@@ -204,7 +204,7 @@ class LocalStore(Store):
             if error.errno != errno.ELOOP:
                 raise
             raise _loop(path) from error
-        return LocalReadFile(self._os, fd, str(path))
+        return LocalReadFile(self._os, fd, path)
 
     def get(self, key: str, most: int = LARGEST) -> tuple[bytearray, Version]:
         with closing(self._opened(key)) as file:
@@ -452,7 +452,7 @@ class _Replacing(LocalUpload):
                 with self._store.locked(self._key):
                     self._store._check_version(self._key, self.only_if)
                     self._rename()
-            self._close()
+            self.close()
         except BaseException:
             self.abort()
             raise

@@ -22,13 +22,33 @@ _sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
 _STEP: Final = 256 << 10  # bytes that are read at once if the caller uses them then: half of a small second-level cache
 
 
-class LocalUpload(Upload):
-    """A data file that is written under its final name. `then` is called when it is complete."""
+class _LocalFile:
+    """An open file."""
 
-    def __init__(self, system: Any, fd: int, path: Path, *, durable: bool) -> None:
+    def __init__(self, system: Any, fd: int, path: Path) -> None:
         self._os = system
         self._fd = fd
         self.path = str(path)
+
+    def _call(self, function: str, *arguments: Any) -> Any:
+        """The result of a system call on the file, whose path is in an error."""
+        try:
+            return getattr(self._os, function)(self._fd, *arguments)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.path) from error
+
+    def close(self) -> None:
+        """Close it, once."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            self._os.close(fd)
+
+
+class LocalUpload(_LocalFile, Upload):
+    """A data file that is written under its final name. `then` is called when it is complete."""
+
+    def __init__(self, system: Any, fd: int, path: Path, *, durable: bool) -> None:
+        super().__init__(system, fd, path)
         self._durable = durable
         self.then: Callable[[], object] | None = None
         self._behind = 0  # bytes written since the kernel was last asked to start writing to the disk
@@ -38,7 +58,7 @@ class LocalUpload(Upload):
         for group in _groups(buffers):
             self._write_behind(sum(map(len, group)))
             while group:  # after a short write, continue until the kernel returns an error
-                written = _call(self.path, self._os.pwritev, self._fd, group, offset)
+                written = self._call("pwritev", group, offset)
                 if written == 0:
                     raise OSError(errno.EIO, "the file system accepted no bytes", self.path)
                 offset += written
@@ -63,36 +83,29 @@ class LocalUpload(Upload):
     def sync(self) -> None:
         """Make what is written survive a power failure."""
         if self._durable:
-            _call(self.path, self._os.fsync, self._fd)
+            self._call("fsync")
 
     def finish(self) -> None:
         try:
             self.sync()
         finally:
-            self._close()
+            self.close()
         if self.then is not None:
             self.then()
 
     def abort(self) -> None:
         if self._fd >= 0:
             with suppress(OSError):
-                self._close()
+                self.close()
             with suppress(OSError):
                 self._os.unlink(self.path)
 
-    def _close(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            self._os.close(fd)
 
-
-class LocalReadFile:
+class LocalReadFile(_LocalFile):
     """A file that is open for reading in any order."""
 
-    def __init__(self, system: Any, fd: int, path: str) -> None:
-        self._os = system
-        self._fd = fd
-        self._path = path
+    def __init__(self, system: Any, fd: int, path: Path) -> None:
+        super().__init__(system, fd, path)
         try:
             status = system.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -106,9 +119,9 @@ class LocalReadFile:
         """Fill the buffers one after the other from `offset` on; raises `EOFError` if the file is too short."""
         for group in _groups(buffers):
             while group:
-                got = _call(self._path, self._os.preadv, self._fd, group, offset)
+                got = self._call("preadv", group, offset)
                 if got == 0:
-                    raise EOFError(f"{self._path} is too short: it ends at byte {offset}")
+                    raise EOFError(f"{self.path} is too short: it ends at byte {offset}")
                 offset += got
                 group = _without_first(group, got)
 
@@ -119,19 +132,6 @@ class LocalReadFile:
             self.read_into(offset + done, group)
             done += sum([len(buffer) for buffer in group])
             arrived(done)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            self._os.close(fd)
-
-
-def _call(path: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a system call on an open file, whose path is in an error."""
-    try:
-        return function(*arguments)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from error
 
 
 def _groups(buffers: Sequence[memoryview], most: int = _MAX_BYTES) -> list[Sequence[memoryview]]:

@@ -220,18 +220,15 @@ class ObjectStore(Store):
         for attempt in range(_TRIES):
             try:
                 return read()
-            except exceptions.GenericError as error:
+            except (exceptions.BaseError, FileNotFoundError) as error:
                 self._check_bucket(error)
-                if "416 Range" in str(error):
+                if isinstance(error, FileNotFoundError):
+                    raise
+                text = str(error) if isinstance(error, exceptions.GenericError) else ""
+                if "416 Range" in text:
                     raise EOFError(f"{self._url}/{key} ends before the first byte of the requested range") from error
-                if attempt == _TRIES - 1 or "response body error" not in str(error):
+                if attempt == _TRIES - 1 or "response body error" not in text:
                     self._fail(key, error)
-            except exceptions.BaseError as error:
-                self._check_bucket(error)
-                self._fail(key, error)
-            except FileNotFoundError as error:
-                self._check_bucket(error)
-                raise
             time.sleep(0.05 * 2**attempt)
         raise AssertionError
 
