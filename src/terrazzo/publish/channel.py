@@ -14,6 +14,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -128,11 +129,9 @@ class Channel(ShownAsCall):
 
     def answers(self) -> bool:
         """Whether a process listens at the address now."""
-        try:
-            with socket.create_connection((self._host, self._port), timeout=_LOOK_SECONDS):
-                return True
-        except OSError:
-            return False
+        with suppress(OSError), socket.create_connection((self._host, self._port), timeout=_LOOK_SECONDS):
+            return True
+        return False
 
 
 class Board:

@@ -128,8 +128,7 @@ class Versions:
 
     def free_place(self, published: Published) -> int:
         """A number for a folder that has not been used."""
-        newest = -1 if published.newest is None else published.newest.place
-        return max([newest, *self._catalog.steps()]) + 1
+        return max([-1, *(version.place for version in published.versions), *self._catalog.steps()]) + 1
 
     def read(self) -> Published:
         """The list as it is now."""
@@ -198,8 +197,6 @@ class Versions:
 
     def clear(self, published: Published) -> None:
         """Remove versions that are not listed any more and that no receiver holds."""
-        if published.newest is None:
-            return
         counted = {version.place for version in published.versions}
         try:
             places = self._catalog.steps()
@@ -207,7 +204,7 @@ class Versions:
             LOGGER.warning("%s: cannot list the folders to remove old versions: %s", self.location, error)
             return
         for place in places:
-            if place not in counted and place < published.newest.place:
+            if place not in counted and place < max(counted, default=0):
                 self.discard(place)
 
     def discard(self, place: int) -> None:
