@@ -81,10 +81,9 @@ class Channel(ShownAsCall):
     @property
     def is_loopback(self) -> bool:
         """Whether only processes of this host can connect."""
-        try:
+        with suppress(ValueError):  # of a name
             return ipaddress.ip_address(self._host).is_loopback
-        except ValueError:
-            return False  # a name
+        return False
 
     def serve(self, timeout: timedelta = TRANSFER_LIMIT) -> Board:
         """The board at the address, which this process keeps unless another one does: as long as what is returned is

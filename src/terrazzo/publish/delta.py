@@ -93,14 +93,10 @@ def differences(
     start = 0
     for number, window in enumerate(windows):
         new = snapshot.data(window)
-        if old is None:
-            places = None
-            if old_sums[number] == sums[number]:
-                continue
-        else:
-            places = _differing(new, old.data(window))
-            if places is not None and not len(places):
-                continue
+        places = None if old is None else _differing(new, old.data(window))
+        is_same = old_sums[number] == sums[number] if old is None else places is not None and not len(places)
+        if is_same:
+            continue
         if places is not None and _sparse_bytes(len(places), new) >= new.nbytes:
             places = None
         count, nbytes = (-1, new.nbytes) if places is None else (len(places), _sparse_bytes(len(places), new))

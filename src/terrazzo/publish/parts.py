@@ -116,18 +116,13 @@ def _named(
     if isinstance(model, nn.Module):
         state = state_of(model)
         return state.tensors, state.aliases
-    firsts: dict[int, str] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    aliases: dict[str, list[str]] = {}
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for name, value in model.items():
         if not isinstance(value, torch.Tensor) and not is_sharded(value):
             raise UnsupportedValueError(f"{name} is a {type(value).__name__}; pass a model, or tensors by name")
-        first = firsts.setdefault(id(value), name)
-        if first == name:
-            tensors[name], aliases[name] = value, []
-        else:
-            aliases[first].append(name)
-    return tensors, {name: tuple(found) for name, found in aliases.items()}
+        found.setdefault(id(value), (value, []))[1].append(name)
+    tensors = {names[0]: value for value, names in found.values()}
+    return tensors, {names[0]: tuple(names[1:]) for _, names in found.values()}
 
 
 def _parts_under(link: Link, view: ShardView, *, is_plain: bool, is_buffer: bool) -> list[ModelPart]:
