@@ -240,11 +240,6 @@ def read_reasons(root: Place) -> dict[int, list[str]]:
         return {}
 
 
-def write_reasons(root: Place, reasons: Mapping[int, list[str]]) -> None:
-    """Write the reasons why each step is kept."""
-    root.store.put(KEPT, msgspec.json.encode({step: list(why) for step, why in reasons.items()}))
-
-
 # ------------------------------------------------------------------ held while they are read, and removed
 
 
@@ -389,7 +384,6 @@ def rows_of(path: str, records: list[Record]) -> list[dict[str, Any]]:
 
 def latest_of(path: str) -> str | None:
     """The name in `latest`, or None."""
-    try:
+    with suppress(CheckpointFormatError):
         return next((folder.name for folder in named_by_latest(Place(path))), None)
-    except CheckpointFormatError:
-        return None
+    return None

@@ -10,11 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from terrazzo.checkpoint.formats.registry import nested
 from terrazzo.checkpoint.manager.committing import Teams
 from terrazzo.checkpoint.manager.hosts import HostsStore, connect
 from terrazzo.checkpoint.manager.policies import Best, KeepPolicy, not_copied, reasons_to_keep, settled
 from terrazzo.checkpoint.manager.records import (
+    KEPT,
     RUN,
     Catalog,
     Record,
@@ -22,7 +25,6 @@ from terrazzo.checkpoint.manager.records import (
     checked_step,
     clear_all,
     remove,
-    write_reasons,
 )
 from terrazzo.checkpoint.native.names import LATEST, name_of_step, named_by_latest, step_of_name
 from terrazzo.checkpoint.native.verify import copy_intact
@@ -86,7 +88,8 @@ class Tier:
                     reasons[record.step] = ["being read"]
                 else:
                     self.removed[record.step] = record.saved
-            write_reasons(self.root, reasons | {step: ["cannot be read"] for step in unreadable})
+            reasons |= {step: ["cannot be read"] for step in unreadable}
+            self.root.store.put(KEPT, msgspec.json.encode(reasons))
             if not self._cleared:  # once: files that killed runs have left
                 self._cleared = True
                 clear_all(self.catalog, self.being_saved | set(unreadable))

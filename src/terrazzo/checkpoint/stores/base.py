@@ -354,11 +354,10 @@ class Store(abc.ABC):
 
     def exists(self, key: str) -> bool:
         """Whether there is a file of this key."""
-        try:
+        with suppress(FileNotFoundError, NotADirectoryError):
             self.stat(key)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+            return True
+        return False
 
     def read_at(self, key: str, start: int, *buffers: memoryview) -> None:
         """Fill buffers with the bytes of a file from `start` on, one after the other."""
@@ -401,10 +400,9 @@ class Store(abc.ABC):
 
     def present(self, key: str) -> Absent | Version:
         """The version of a file that is there now."""
-        try:
+        with suppress(FileNotFoundError):
             return self.get(key)[1]
-        except FileNotFoundError:
-            return ABSENT
+        return ABSENT
 
     def _check_version(self, key: str, only_if: Absent | Version | None) -> None:
         """Raise a `ConflictError` unless a file has this version, or does not exist (`ABSENT`)."""

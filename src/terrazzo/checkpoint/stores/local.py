@@ -156,10 +156,9 @@ class LocalStore(Store):
         return self._replacing(f".{key}.", key)
 
     def folders(self) -> Sequence[str]:
-        try:
+        with suppress(FileNotFoundError):
             return [name for name in self._os.listdir(self._path) if _is_folder(self._path / name)]
-        except FileNotFoundError:
-            return []
+        return []
 
     def is_link(self, name: str) -> bool:
         return os.path.islink(self._path / name) or _is_mount(self._path / name)
@@ -404,10 +403,9 @@ def _loop(path: Path) -> CheckpointFormatError:
 
 
 def _is_file_at(path: Path, fd: int) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(fd))
-    except FileNotFoundError:
-        return False
+    return False
 
 
 class _LocalLease(Lease):

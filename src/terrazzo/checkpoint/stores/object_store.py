@@ -184,10 +184,9 @@ class ObjectStore(Store):
         return [entry for entry in entries if entry.key and entry.key.startswith(prefix)]
 
     def _listing(self) -> Any:
-        try:
+        with suppress(FileNotFoundError):
             return self._tried("", partial(self._bucket.list_with_delimiter, self._prefix or None))
-        except FileNotFoundError:
-            return {"objects": [], "common_prefixes": []}
+        return {"objects": [], "common_prefixes": []}
 
     def stat(self, key: str) -> Entry:
         return _entry(key, self._tried(key, partial(self._bucket.head, self._path(key))))
@@ -299,14 +298,11 @@ def _client(url: str, settings: dict[str, Any]) -> Any:
 
     Making a client takes 10 ms, during which no other thread runs Python.
     """
-    try:
+    with suppress(TypeError):  # of functions, for example, which cannot be compared
         text = json.dumps(settings, sort_keys=True)
-        comparable = json.loads(text) == settings
-    except TypeError:  # functions, for example
-        comparable = False
-    if not comparable:
-        return _made_client(url, settings)
-    return _known_client(url, text, frozenset(os.environ.items()))
+        if json.loads(text) == settings:
+            return _known_client(url, text, frozenset(os.environ.items()))
+    return _made_client(url, settings)
 
 
 @lru_cache(maxsize=8)
