@@ -165,8 +165,7 @@ class StoreSender:
     def _save(self, team: Team, state: dict[str, Any]) -> tuple[int, str]:
         """Save the version; returns the number of its folder, and its id."""
         for last in reversed(range(_TRIES)):
-            answer = team.first(lambda: b"%d" % self._versions.free_place(self._published))
-            at = int(answer)
+            at = int(team.first(lambda: b"%d" % self._versions.free_place(self._published)))
             store = self._versions.store_of(at)
             writer = NativeWriter(store, overwrite=False)
             session = SaveSession(
@@ -174,13 +173,12 @@ class StoreSender:
             )
             try:
                 metadata = session.run(lambda: state)
+                break
             except (ConflictError, CheckpointExistsError):  # on all ranks: another publisher has taken this folder
                 if not last:
                     raise
-                continue
-            assert metadata.storage_meta is not None
-            return at, metadata.storage_meta.save_id or ""
-        raise AssertionError("the loop returns or raises")
+        assert metadata.storage_meta is not None
+        return at, metadata.storage_meta.save_id or ""
 
     def _listed(
         self, team: Team, number: int, at: int, save_id: str, base: Version | None, nbytes: tuple[int, int]
@@ -200,8 +198,7 @@ class StoreSender:
             self._versions.clear(longer)
             return msgspec.msgpack.encode(version)
 
-        answer = team.reduce(lambda: msgspec.msgpack.encode(nbytes), enlist)
-        return msgspec.msgpack.decode(answer, type=Version)
+        return msgspec.msgpack.decode(team.reduce(lambda: msgspec.msgpack.encode(nbytes), enlist), type=Version)
 
     def announce(self) -> None:
         """Do nothing: a version is listed when it is complete."""

@@ -198,7 +198,7 @@ class HostCopy:
             raise changed("a version was received: construct another Receiver")
         for slot in self.slots:
             present = in_model[slot.needed]
-            if not _same_memory(present, slot.in_model):
+            if len(present) != len(slot.in_model) or not all(map(same_memory, present, slot.in_model)):
                 slot.in_model, slot.is_dirty = present, True
 
     def of(self, source: str) -> list[ReceivedBox]:
@@ -219,10 +219,6 @@ class HostCopy:
             slot.is_dirty = False
         for device in devices:  # the copies are asynchronous, and the next poll writes to the slots
             torch.accelerator.current_stream(device).synchronize()
-
-
-def _same_memory(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(same_memory(a, b) for a, b in zip(one, other, strict=True))
 
 
 # Allocates the memory for published tensors, of which some have other names, or raises if they do not fit the model.

@@ -23,7 +23,6 @@ from terrazzo.publish.channel import TRANSFER_LIMIT, Channel
 from terrazzo.publish.host_copy import Snapshot
 from terrazzo.publish.parts import (
     Parts,
-    PublishedShares,
     RenameLike,
     changed,
     described,
@@ -101,7 +100,15 @@ class Publisher(ShownAsCall):
         )
         self._sender: StoreSender | ChannelSender
         team = self._side.team()
-        parts, self._described, shares = self._agreed_shares(team)
+        found: list[Parts] = []
+
+        def describe() -> bytes:
+            found.append(parts_of(model, rename))
+            return described(found[0])
+
+        tables = msgspec.msgpack.decode(team.reduce(describe, msgspec.msgpack.encode), type=list[bytes])
+        shares = shares_of(tables, team.rank, dtype)
+        (parts,), self._described = found, tables[team.rank]
         self._own, self._compared = shares.own[team.rank], shares.compared
         if isinstance(to, Channel):
             self._sender = ChannelSender(to, timeout or TRANSFER_LIMIT)
@@ -113,17 +120,6 @@ class Publisher(ShownAsCall):
         self._number = self._sender.begin(team, shares)
         self._last: Version | None = None
         self._open = True
-
-    def _agreed_shares(self, team: Team) -> tuple[Parts, bytes, PublishedShares]:
-        parts: list[Parts] = []
-
-        def describe() -> bytes:
-            parts.append(parts_of(self._model, self._rename))
-            return described(parts[0])
-
-        everyone = team.reduce(describe, msgspec.msgpack.encode)
-        tables = msgspec.msgpack.decode(everyone, type=list[bytes])
-        return parts[0], tables[team.rank], shares_of(tables, team.rank, self._dtype)
 
     @property
     def last(self) -> Version | None:

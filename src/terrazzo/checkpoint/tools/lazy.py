@@ -261,10 +261,9 @@ class ReaderListing(Listing):
         said: dict[int, Listed] = {}  # by the id of the reader's entry, which many names share
         found: dict[str, Listed] = {}
         for name, about in dict(self._checkpoint.metadata.state_dict_metadata.items()).items():
-            entry = said.get(id(about))
-            if entry is None:
-                entry = said[id(about)] = self._entry(about)
-            found[name] = entry
+            if id(about) not in said:
+                said[id(about)] = self._entry(about)
+            found[name] = said[id(about)]
         return found
 
     def _entry(self, about: Any) -> Listed:
