@@ -11,7 +11,7 @@ opcodes are followed with a size for each value instead of the value, so that su
 
 from __future__ import annotations
 
-import struct
+import pickletools
 from typing import IO, Any, Final
 
 from terrazzo.errors import CheckpointCorruptError
@@ -21,70 +21,50 @@ _AHEAD: Final = 9  # bytes of an opcode and its argument or length
 _DEEPEST: Final = 1000
 _COSTS: Final = 64  # of hashing, in elements for each byte of the pickle
 
-# What an opcode does to the stack; and the bytes of its argument, or minus the bytes that hold its length.
-(
-    _PUSH,
-    _MARK,
-    _POP,
-    _POP_MARK,
-    _DUP,
-    _STOP,
-    _NEW,
-    _FROM_MARK,
-    _TUPLE,
-    _APPEND,
-    _APPENDS,
-    _SET,
-    _SETS,
-    _PUT,
-    _GET,
-    _CALL,
-) = range(16)
-_NOTHING, _LINES, _MEMOIZE, _PUT_LINE, _GET_LINE, _ADD_ITEMS, _PERSISTENT, _INSTANCE = range(16, 24)
-
-_OPCODES: Final[dict[int, tuple[int, int]]] = {
-    **{ord(c): (_PUSH, n) for c, n in zip("NKMJG", (0, 1, 2, 4, 8), strict=True)},
-    **dict.fromkeys((136, 137, 151), (_PUSH, 0)),
-    **{c: (_PUSH, n) for c, n in ((0x82, 1), (0x83, 2), (0x84, 4))},
-    **dict.fromkeys((ord("U"), ord("C"), 140, 138), (_PUSH, -1)),
-    **dict.fromkeys((ord("T"), ord("B"), ord("X"), 139), (_PUSH, -4)),
-    **dict.fromkeys((141, 142, 150), (_PUSH, -8)),
-    **{ord(c): (_LINES, 1) for c in "ILFSVP"},
-    ord("c"): (_LINES, 2),
-    ord("i"): (_INSTANCE, 2),
-    ord("o"): (_FROM_MARK, 0),
-    ord("("): (_MARK, 0),
-    ord("0"): (_POP, 0),
-    ord("1"): (_POP_MARK, 0),
-    ord("2"): (_DUP, 0),
-    ord("."): (_STOP, 0),
-    **dict.fromkeys((ord("]"), ord("}"), ord(")"), 143), (_NEW, 0)),
-    **dict.fromkeys((ord("l"), ord("d"), ord("t"), 145), (_FROM_MARK, 0)),
-    **{0x84 + n: (_TUPLE, 0) for n in (1, 2, 3)},
-    ord("a"): (_APPEND, 0),
-    ord("e"): (_APPENDS, 0),
-    0x90: (_ADD_ITEMS, 0),
-    ord("s"): (_SET, 0),
-    ord("u"): (_SETS, 0),
-    ord("q"): (_PUT, 1),
-    ord("r"): (_PUT, 4),
-    0x94: (_MEMOIZE, 0),
-    ord("p"): (_PUT_LINE, 0),
-    ord("h"): (_GET, 1),
-    ord("j"): (_GET, 4),
-    ord("g"): (_GET_LINE, 0),
-    ord("R"): (_CALL, 2),
-    ord("b"): (_CALL, 2),
-    0x81: (_CALL, 2),
-    0x92: (_CALL, 3),
-    0x93: (_CALL, 2),
-    ord("Q"): (_PERSISTENT, 0),
-    0x98: (_NOTHING, 0),
-    0x80: (_NOTHING, 1),
-    0x95: (_NOTHING, 8),
+# What opcodes do to the stack, by their names; all others push a value.
+_DOES: Final = {
+    name: what
+    for what, names in {
+        "nothing": "PROTO FRAME READONLY_BUFFER",
+        "mark": "MARK",
+        "pop": "POP",
+        "pop to mark": "POP_MARK",
+        "repeat": "DUP",
+        "stop": "STOP",
+        "new": "EMPTY_LIST EMPTY_DICT EMPTY_TUPLE EMPTY_SET",
+        "from mark": "LIST DICT TUPLE FROZENSET OBJ INST",
+        "tuple": "TUPLE1 TUPLE2 TUPLE3",
+        "append": "APPEND",
+        "append to mark": "APPENDS",
+        "add to mark": "ADDITEMS",
+        "set": "SETITEM",
+        "set to mark": "SETITEMS",
+        "put": "PUT BINPUT LONG_BINPUT",
+        "memoize": "MEMOIZE",
+        "get": "GET BINGET LONG_BINGET",
+        "call": "REDUCE BUILD NEWOBJ NEWOBJ_EX STACK_GLOBAL",
+        "persistent": "BINPERSID",
+    }.items()
+    for name in names.split()
+}
+# The bytes of an argument, or minus the bytes that hold its length.
+_SIZES: Final = {
+    pickletools.TAKEN_FROM_ARGUMENT1: -1,
+    pickletools.TAKEN_FROM_ARGUMENT4: -4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: -4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: -8,
+    pickletools.UP_TO_NEWLINE: 0,
 }
 
-_LENGTHS: Final = {1: struct.Struct("<B"), 4: struct.Struct("<I"), 8: struct.Struct("<Q")}
+
+def _about(op: pickletools.OpcodeInfo) -> tuple[str, int, int, int]:
+    """What an opcode does, the size and the lines of its argument, and how many values it takes from the stack."""
+    size = 0 if op.arg is None else _SIZES.get(op.arg.n, op.arg.n)
+    lines = 0 if op.arg is None or op.arg.n != pickletools.UP_TO_NEWLINE else 1 + op.arg.name.endswith("_pair")
+    return _DOES.get(op.name, "push"), size, lines, len(op.stack_before)
+
+
+_OPCODES: Final = {ord(op.code): _about(op) for op in pickletools.opcodes if op.proto <= 5}
 
 
 class _Bytes:
@@ -128,7 +108,7 @@ def checked_pickle(file: IO[bytes], where: str) -> bytes:
     source = _Bytes(file)
     try:
         end = _follow(source)
-    except (ValueError, IndexError, KeyError, struct.error) as error:
+    except (ValueError, IndexError, KeyError) as error:
         raise CheckpointCorruptError(f"{where}: not a valid pickle ({error})") from error
     file.seek(start + end)
     return bytes(memoryview(source.data)[:end])
@@ -168,88 +148,66 @@ def _follow(source: _Bytes) -> int:
         found = _OPCODES.get(opcode)
         if found is None:
             raise ValueError(f"an unknown opcode {opcode:#x}")
-        what, argument = found
+        what, size, lines, takes = found
         position += 1
-        if argument and what is not _LINES and what is not _CALL and what is not _INSTANCE:
-            size = argument
-            if size < 0:
-                source.need(position - size)
-                (length,) = _LENGTHS[-size].unpack_from(data, position)
-                size = length - size
-            end = position + size
-            if end > len(data):
-                source.need(end)
-        else:
-            end = position
-        if what is _PUSH:
+        if size < 0:
+            source.need(position - size)
+            size = int.from_bytes(data[position : position - size], "little") - size
+        end = position + size
+        if end > len(data):
+            source.need(end)
+        while lines:
+            end = source.line(end)
+            lines -= 1
+        if what == "push":
             stack.append(atom)
-        elif what is _PUT:
-            place = data[position] if argument == 1 else int.from_bytes(data[position:end], "little")
-            if place > position:
-                raise ValueError("it asks for more memory than there can be values")
-            memo[place] = stack[-1]
-        elif what is _MEMOIZE:
-            memo[len(memo)] = stack[-1]
-        elif what is _GET:
-            stack.append(memo[int.from_bytes(data[position:end], "little")])
-        elif what is _MARK:
-            marks.append(len(stack))
-        elif what is _TUPLE:
-            count = opcode - 0x84
-            stack[-count:] = [_joined(stack[-count:])]
-        elif what is _FROM_MARK or what is _INSTANCE:
-            if what is _INSTANCE:
-                end = source.line(source.line(position))
-            mark = marks.pop()
-            made = _joined(stack[mark:])
-            cost += made[0]
-            stack[mark:] = [list(made)]
-        elif what is _CALL:
-            parts = stack[-argument:]
-            made = _joined(parts)
-            cost += made[0]
-            stack[-argument:] = [list(made)]
-        elif what is _NEW:
-            stack.append([1, 0])
-        elif what is _SETS or what is _APPENDS or what is _ADD_ITEMS:
-            mark = marks.pop()
-            items = stack[mark:]
-            del stack[mark:]
-            _grow(stack[-1], items)
-            if what is not _APPENDS:
-                cost += sum(item[0] for item in (items[::2] if what is _SETS else items))
-        elif what is _SET:
-            cost += stack[-2][0]
-            _grow(stack[-3], stack[-2:])
-            del stack[-2:]
-        elif what is _APPEND:
-            _grow(stack[-2], stack[-1:])
-            del stack[-1:]
-        elif what is _LINES:
-            for _ in range(argument):
-                end = source.line(end)
-            stack.append(atom)
-        elif what is _PUT_LINE or what is _GET_LINE:
-            end = source.line(position)
-            place = int(data[position:end])
-            if what is _GET_LINE:
+        elif what == "put" or what == "get":
+            place = int.from_bytes(data[position:end], "little") if size else int(data[position:end])
+            if what == "get":
                 stack.append(memo[place])
             elif place > position:
                 raise ValueError("it asks for more memory than there can be values")
             else:
                 memo[place] = stack[-1]
-        elif what is _POP:
+        elif what == "memoize":
+            memo[len(memo)] = stack[-1]
+        elif what == "mark":
+            marks.append(len(stack))
+        elif what == "tuple":
+            stack[-takes:] = [_joined(stack[-takes:])]
+        elif what == "from mark" or what == "call":
+            mark = marks.pop() if what == "from mark" else -takes
+            made = _joined(stack[mark:])
+            cost += made[0]
+            stack[mark:] = [list(made)]
+        elif what == "new":
+            stack.append([1, 0])
+        elif what == "set to mark" or what == "append to mark" or what == "add to mark":
+            mark = marks.pop()
+            items = stack[mark:]
+            del stack[mark:]
+            _grow(stack[-1], items)
+            if what != "append to mark":
+                cost += sum(item[0] for item in (items[::2] if what == "set to mark" else items))
+        elif what == "set":
+            cost += stack[-2][0]
+            _grow(stack[-3], stack[-2:])
+            del stack[-2:]
+        elif what == "append":
+            _grow(stack[-2], stack[-1:])
+            del stack[-1:]
+        elif what == "pop":
             if marks and marks[-1] == len(stack):
                 marks.pop()
             else:
                 stack.pop()
-        elif what is _POP_MARK:
+        elif what == "pop to mark":
             del stack[marks.pop() :]
-        elif what is _DUP:
+        elif what == "repeat":
             stack.append(stack[-1])
-        elif what is _PERSISTENT:
+        elif what == "persistent":
             stack[-1] = atom
-        elif what is _STOP:
+        elif what == "stop":
             return end
         if cost > _COSTS * (position + 1000):
             raise ValueError("its keys share their parts, and hashing them would take too long")
