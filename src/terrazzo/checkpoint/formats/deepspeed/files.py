@@ -83,28 +83,14 @@ NAMES: Final[unpickle.Names] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Files:
-    """The names of a model rank's files, by data-parallel rank."""
-
-    model: tuple[str, ...]
-    optim: tuple[str, ...]
-
-    @property
-    def model_of_each_rank(self) -> bool:
-        """Whether each rank has a file of model states, as in stage 3."""
-        match = _MODEL.fullmatch(self.model[0])
-        return match is not None and match["dp"] is not None
-
-
-def find_files(folder: Place) -> list[Files]:
-    """The files of a tag's folder, by model rank: of a pipeline, by stage."""
+def find_files(folder: Place) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """The files of model states and of optimizer states, by data-parallel rank, of each model rank: of each stage."""
     models, optims = model_files(folder), _by_rank(folder, _names(folder), _OPTIM)
     if optims and len(optims) != len(models):
         raise CheckpointNotFoundError(
             f"{folder}: there are model states of {len(models)} model ranks, and optimizer states of {len(optims)}"
         )
-    return [Files(model, optim) for model, optim in zip(models, optims or [()] * len(models), strict=True)]
+    return list(zip(models, optims or [()] * len(models), strict=True))
 
 
 def _names(folder: Place) -> list[str]:

@@ -18,7 +18,6 @@ import torch
 
 from terrazzo.checkpoint.formats.deepspeed.files import (
     Contents,
-    Files,
     FileTensor,
     OpenFile,
     Shapes,
@@ -57,14 +56,13 @@ from terrazzo.layout.box import row_major_windows
 def read_partitioned(folder: Place) -> Contents:
     """The contents of a tag's folder."""
     layers = {number: OpenFile(folder, name) for number, name in layer_files(folder).items()}
-    stages = [_Stage.of(folder, files) for files in find_files(folder)]
+    stages = [_stage_of(folder, models, optims) for models, optims in find_files(folder)]
     _check_model_ranks(folder, stages, layers)
     renamed, shared = tied_names([stage.tied() for stage in stages], layers)
     contents = Contents()
     known: set[str] = set()
     for stage, names in zip(stages, renamed, strict=True):
-        known |= _add_weights(contents, stage, names)
-        _add_optimizer(contents, stage, names)
+        known |= _add_parameters(contents, stage, names)
     _add_param_groups(contents, stages, renamed)
     contents.add_rest([stage.models[0] for stage in stages], renamed)
     if layers:
@@ -99,39 +97,12 @@ def _check_model_ranks(folder: Place, stages: Sequence[_Stage], layers: Mapping[
         raise tensor_parallel(folder)
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """The open files of a model rank."""
-
-    models: Sequence[OpenFile]
-    partitions: _Partitions | None
-
-    @staticmethod
-    def of(folder: Place, files: Files) -> _Stage:
-        models = [OpenFile(folder, name) for name in files.model]
-        _check_ranks(folder, files, models[0].value)
-        optims = [OpenFile(folder, name) for name in files.optim]
-        return _Stage(models, _Partitions.of(models[0], optims) if optims else None)
-
-    def groups(self) -> Sequence[_FlatGroup]:
-        return () if self.partitions is None else self.partitions.groups
-
-    def tied(self) -> dict[str, FileTensor]:
-        """The weights of modules that several layers of a pipeline share."""
-        return {
-            placed.name: joined(placed, group.weights)
-            for group in self.groups()
-            for placed in group.placed
-            if placed.name.startswith(TIED)
-        }
-
-
-def _check_ranks(folder: Place, files: Files, model: Mapping[str, Any]) -> None:
+def _check_ranks(folder: Place, models: Sequence[str], optims: Sequence[str], ranks: Any) -> None:
     """Raise unless every data-parallel rank has a file of optimizer states, and in stage 3 one of model states."""
-    ranks = model.get("dp_world_size")
     if not isinstance(ranks, int):
         return
-    each = {"optimizer states": files.optim, "model states": files.model if files.model_of_each_rank else ()}
+    of_each_rank = models[0].startswith("zero_pp_rank_")  # in stage 3
+    each = {"optimizer states": optims, "model states": models if of_each_rank else ()}
     for what, names in each.items():
         if names and len(names) < ranks:
             raise CheckpointNotFoundError(
@@ -158,31 +129,47 @@ class _FlatGroup:
 
 
 @dataclass(frozen=True)
-class _Partitions:
-    """The optimizer states of a model rank, in the files of its data-parallel ranks."""
+class _Stage:
+    """The open files of a model rank, and the optimizer states in those of its data-parallel ranks, if it has any."""
 
-    groups: tuple[_FlatGroup, ...]
-    param_groups: Sequence[Mapping[str, Any]]
-    names: list[list[str]]  # by param group
-    scaler: Any
+    models: Sequence[OpenFile]
+    groups: Sequence[_FlatGroup] = ()
+    param_groups: Sequence[Mapping[str, Any]] = ()
+    names: Sequence[Sequence[str]] = ()  # by param group
+    scaler: Any = None
 
-    @staticmethod
-    def of(model: OpenFile, optims: Sequence[OpenFile]) -> _Partitions:
-        shapes = shapes_of(model)
-        states = [file.get("optimizer_state_dict", dict) for file in optims]
-        if states[0].get("zero_stage") == 3:
-            groups, param_groups = _cut_one_by_one(shapes, optims, states)
-        else:
-            data_first = bool((model.value.get("ds_config") or {}).get("use_data_before_expert_parallelism"))
-            groups, param_groups = _cut_in_one_line(shapes, optims, states, data_first)
-        _check_same_save(groups, optims, states)
-        names = names_by_group(shapes, param_groups, optims[0].where)
-        if states[0].get("zero_stage") in (1, 2) and _in_turns(model.value):
-            if any(has_experts(members) for members in names):
-                raise CheckpointFormatError(f"{model.where}: round_robin_gradients with experts cannot be read")
-            names = [out_of_turns(members, len(optims)) for members in names]
-        names = [list(dict.fromkeys(map(stacked_name, members))) for members in names]
-        return _Partitions(tuple(groups), param_groups, names, states[0].get("loss_scaler"))
+    def tied(self) -> dict[str, FileTensor]:
+        """The weights of modules that several layers of a pipeline share."""
+        return {
+            placed.name: joined(placed, group.weights)
+            for group in self.groups
+            for placed in group.placed
+            if placed.name.startswith(TIED)
+        }
+
+
+def _stage_of(folder: Place, model_files: Sequence[str], optim_files: Sequence[str]) -> _Stage:
+    models = [OpenFile(folder, name) for name in model_files]
+    model = models[0]
+    _check_ranks(folder, model_files, optim_files, model.value.get("dp_world_size"))
+    if not optim_files:
+        return _Stage(models)
+    optims = [OpenFile(folder, name) for name in optim_files]
+    shapes = shapes_of(model)
+    states = [file.get("optimizer_state_dict", dict) for file in optims]
+    if states[0].get("zero_stage") == 3:
+        groups, param_groups = _cut_one_by_one(shapes, optims, states)
+    else:
+        data_first = bool((model.value.get("ds_config") or {}).get("use_data_before_expert_parallelism"))
+        groups, param_groups = _cut_in_one_line(shapes, optims, states, data_first)
+    _check_same_save(groups, optims, states)
+    names = names_by_group(shapes, param_groups, optims[0].where)
+    if states[0].get("zero_stage") in (1, 2) and _in_turns(model.value):
+        if any(has_experts(members) for members in names):
+            raise CheckpointFormatError(f"{model.where}: round_robin_gradients with experts cannot be read")
+        names = [out_of_turns(members, len(optims)) for members in names]
+    names = [list(dict.fromkeys(map(stacked_name, members))) for members in names]
+    return _Stage(models, groups, param_groups, names, states[0].get("loss_scaler"))
 
 
 def _check_same_save(
@@ -298,17 +285,19 @@ def _flat_tensors(
     return tuple(found)
 
 
-# ------------------------------------------------------------------ the model
+# ------------------------------------------------------------------ parameters and their optimizer state
 
 
-def _add_weights(contents: Contents, stage: _Stage, names: Mapping[str, str]) -> set[str]:
-    """Add the parameters of the partitions; returns their names."""
+def _add_parameters(contents: Contents, stage: _Stage, names: Mapping[str, str]) -> set[str]:
+    """Add the parameters of the partitions, with their optimizer state; returns their names."""
     known: set[str] = set()
-    for group in stage.groups():
+    for group in stage.groups:
         for placed in group.placed:
             name = names.get(placed.name, placed.name)
             contents.add(("module", name), joined(placed, group.weights))
             known.add(name)
+            for key, value in _state_of(placed, group):
+                contents.add(("optimizer", "state", name, key), value)
     for name, tensor in frozen_tensors(stage.models):
         contents.add(("module", name), tensor)
         known.add(name)
@@ -327,29 +316,15 @@ def frozen_tensors(models: Sequence[OpenFile]) -> Iterator[tuple[str, Any]]:
             yield name, joined(placed, list(zip(models, stored, strict=True)))
 
 
-# ------------------------------------------------------------------ the optimizer
-
-
-def _add_optimizer(contents: Contents, stage: _Stage, names: Mapping[str, str]) -> None:
-    for group in stage.groups():
-        for placed in group.placed:
-            name = names.get(placed.name, placed.name)
-            for key, value in _state_of(placed, group):
-                contents.add(("optimizer", "state", name, key), value)
-
-
 def _add_param_groups(contents: Contents, stages: Sequence[_Stage], renamed: Sequence[Mapping[str, str]]) -> None:
     """Add the param groups; those of a pipeline's stages are joined, with shared parameters once."""
-    found = [(stage.partitions, names) for stage, names in zip(stages, renamed, strict=True) if stage.partitions]
-    if not found:
-        return
     members: dict[int, dict[str, None]] = {}
-    for partitions, names in found:
-        for number, group in enumerate(partitions.names):
+    for stage, names in zip(stages, renamed, strict=True):
+        for number, group in enumerate(stage.names):
             members.setdefault(number, {}).update(dict.fromkeys(names.get(name, name) for name in group))
-    longest = max((partitions.param_groups for partitions, _ in found), key=len)
+    longest = max((stage.param_groups for stage in stages), key=len)
     contents.add_param_groups(longest, [list(members[number]) for number in range(len(members))])
-    contents.add_loss_scaler(found[0][0].scaler)
+    contents.add_loss_scaler(stages[0].scaler)
 
 
 def _state_of(placed: Placed, group: _FlatGroup) -> Iterable[tuple[str, Any]]:
