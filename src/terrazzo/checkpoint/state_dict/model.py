@@ -15,7 +15,7 @@ from terrazzo.checkpoint.state_dict.names import Names
 from terrazzo.checkpoint.state_dict.options import StateDictOptions, ValueType, checked, submodule_prefixes
 from terrazzo.checkpoint.state_dict.tensors import (
     broadcast_state,
-    gathered,
+    full,
     is_distributed,
     laid_out_like,
     map_paths,
@@ -42,8 +42,9 @@ def get_model_state_dict(
             raw = model.state_dict()
         state = {names.canonical(key): value for key, value in raw.items()}
         if options.ignore_frozen_params:
-            for name in _frozen(names):
-                state.pop(name, None)
+            for name, tensor in names.aliases().items():
+                if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                    state.pop(name, None)
         if submodules:
             warn_about_submodules()
             state = within_submodules(state, model, names, submodules, options.keep_submodule_prefixes)
@@ -93,13 +94,20 @@ def set_model_state_dict(
 
 def finished(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
     """`state`, gathered and moved as the options say."""
-    if options.full_state_dict:
-        alone = not (dist.is_available() and dist.is_initialized())
-        keep = not options.cpu_offload or alone or dist.get_rank() == 0
-        return gathered(state, to_cpu=options.cpu_offload, keep=keep)
-    if options.cpu_offload:
-        return map_paths(state, lambda _, value: on_cpu(value))
-    return state
+    if not options.full_state_dict and not options.cpu_offload:
+        return state
+    grouped = dist.is_available() and dist.is_initialized()
+    only_first = options.full_state_dict and options.cpu_offload and grouped
+    keep = not only_first or dist.get_rank() == 0  # the other ranks take part in the gathering
+
+    def moved(_: tuple[Any, ...], value: Any) -> Any:
+        value = full(value) if options.full_state_dict else value
+        if not keep:
+            return None
+        return on_cpu(value) if options.cpu_offload else value
+
+    result: dict[str, Any] = map_paths(state, moved)
+    return result if keep else {}
 
 
 def within_submodules(
@@ -122,14 +130,6 @@ def warn_about_submodules() -> None:
 
 
 # ------------------------------------------------------------------ details
-
-
-def _frozen(names: Names) -> list[str]:
-    return [
-        name
-        for name, tensor in names.aliases().items()
-        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    ]
 
 
 def _by_name(model: nn.Module, names: Names, state: Mapping[Any, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from terrazzo.checkpoint.state_dict.model import (
     within_submodules,
 )
 from terrazzo.checkpoint.state_dict.names import Names
-from terrazzo.checkpoint.state_dict.optim_setting import GROUPS, PARAMS, STATE, Setter, flatten, unflatten
+from terrazzo.checkpoint.state_dict.optim_setting import GROUPS, PARAMS, STATE, Setter, flatten, renamed, unflatten
 from terrazzo.checkpoint.state_dict.options import (
     Optimizers,
     OptimizerStateType,
@@ -116,11 +116,7 @@ def _by_name(optimizer: torch.optim.Optimizer, by_index: Mapping[str, Any], know
             f"{type(optimizer).__name__} has parameters that are not in the model (shapes {strangers}): construct the "
             "optimizer after the model has been sharded, moved or materialised"
         )
-    name_of = {index: known[id(param)] for index, param in enumerate(ordered)}
-    return {
-        STATE: {name_of[index]: dict(entries) for index, entries in by_index[STATE].items()},
-        GROUPS: [{**group, PARAMS: [name_of[index] for index in group[PARAMS]]} for group in by_index[GROUPS]],
-    }
+    return renamed(by_index, lambda index: known[id(ordered[index])])
 
 
 def _within_submodules(
@@ -204,11 +200,8 @@ def get_with_fsdp1(
     names: Names,
     options: StateDictOptions,
 ) -> dict[str, Any]:
-    named = interop.fsdp1_optim_state(model, optimizer, by_index, options)
-    return {
-        STATE: {names.canonical(key): entries for key, entries in named.get(STATE, {}).items()},
-        GROUPS: [{**group, PARAMS: [names.canonical(key) for key in group[PARAMS]]} for group in named.get(GROUPS, ())],
-    }
+    none: dict[str, Any] = {STATE: {}, GROUPS: []}  # on ranks that get nothing
+    return renamed(none | interop.fsdp1_optim_state(model, optimizer, by_index, options), names.canonical)
 
 
 def set_with_fsdp1(
@@ -224,10 +217,7 @@ def set_with_fsdp1(
         given = broadcast_state(lambda: full, lambda _, whole: whole)
     for optimizer in optimizers:
         nested = given if STATE in given and GROUPS in given else _nested(model, optimizer, given, names)
-        shown = {
-            STATE: {names.shown(name): dict(entries) for name, entries in nested[STATE].items()},
-            GROUPS: [{**group, PARAMS: [names.shown(name) for name in group[PARAMS]]} for group in nested[GROUPS]],
-        }
+        shown = renamed(nested, names.shown)
         optimizer.load_state_dict(interop.fsdp1_optim_to_load(model, optimizer, shown, options))
 
 

@@ -10,7 +10,8 @@ by parameter. A group without parameters is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -74,6 +75,14 @@ def unflatten(flat: Mapping[str, Any], known: Iterable[str], shapes: Mapping[str
         else:
             raise CheckpointError(f"{key!r} is not a key of a flattened optimizer state dict")
     return {STATE: state, GROUPS: list(groups.values())}
+
+
+def renamed(nested: Mapping[str, Any], name_of: Callable[[Any], str]) -> dict[str, Any]:
+    """The nested form with other names of the parameters."""
+    return {
+        STATE: {name_of(key): copy.copy(entries) for key, entries in nested[STATE].items()},
+        GROUPS: [{**group, PARAMS: [name_of(key) for key in group[PARAMS]]} for group in nested[GROUPS]],
+    }
 
 
 def _split(rest: str, names: set[str]) -> tuple[str, str]:
@@ -172,9 +181,7 @@ class Setter:
         unknown = [number for number in given[STATE] if number not in names]
         if unknown:
             raise CheckpointMismatchError(f"the optimizer state dict has state for {unknown}, which no group has")
-        state = {names[number]: entries for number, entries in given[STATE].items()}
-        groups = [{**group, PARAMS: [names[number] for number in group[PARAMS]]} for group in given[GROUPS]]
-        return {**given, STATE: state, GROUPS: groups}
+        return renamed(given, names.__getitem__)
 
     def _for_optimizer(
         self, optimizer: torch.optim.Optimizer, nested: Mapping[str, Any]
@@ -293,8 +300,6 @@ class Setter:
         """The name of the parameter in a path; None for a hyperparameter that is a tensor."""
         if path[0] == STATE:
             return str(path[1])
-        if path[0] == GROUPS:
-            return None
         section, _, rest = str(path[0]).partition(".")
         if section == GROUPS:
             return None

@@ -58,19 +58,6 @@ def on_cpu(value: Any) -> Any:
     return value.cpu() if isinstance(value, torch.Tensor) or hasattr(value, "local_shards") else value
 
 
-def gathered(state: dict[str, Any], *, to_cpu: bool, keep: bool) -> dict[str, Any]:
-    """Every tensor of `state` in full. With `keep` false this rank takes part in the gathering but keeps nothing."""
-
-    def gather(_: tuple[Any, ...], value: Any) -> Any:
-        whole = full(value)
-        if not keep:
-            return None
-        return on_cpu(whole) if to_cpu else whole
-
-    result: dict[str, Any] = map_paths(state, gather)
-    return result if keep else {}
-
-
 @torch.no_grad()
 def write_full(target: torch.Tensor, whole: torch.Tensor, name: str) -> None:
     """Copy this rank's part of `whole` into `target`, in place and without communication."""
@@ -128,25 +115,31 @@ def broadcast_state(
     rank, because other ranks would wait for a rank that left in the middle.
     """
     if not dist.is_available() or not dist.is_initialized():
-        return map_paths(given(), lambda path, v: receive(path, v) if _is_tensor(v) else v)
+        return map_paths(given(), lambda path, v: receive(path, v) if isinstance(v, torch.Tensor) else v)
     source = dist.get_rank() == 0
     device = wire_device()
-    state: dict[str, Any] = {}
+    tensors: list[torch.Tensor] = []  # on rank 0
 
-    def announced() -> Any:
-        nonlocal state
-        state = given()
-        return map_paths(state, _announce)
+    def announced(path: tuple[Any, ...], value: Any) -> Any:
+        if is_distributed(value):
+            raise CheckpointError(
+                f"rank 0 cannot broadcast {'.'.join(map(str, path))}: it is distributed, but broadcast_from_rank0 "
+                "needs a full state dict: use StateDictOptions(full_state_dict=True) to get it"
+            )
+        if not isinstance(value, torch.Tensor):
+            return value
+        tensors.append(value)
+        return _Coming(tuple(value.shape), value.dtype)
 
-    structure = from_rank(0, announced)
-    tensors = iter(_tensors(state))
+    structure = from_rank(0, lambda: map_paths(given(), announced))
+    coming = iter(tensors)
     refused: list[str] = []
 
     def take(path: tuple[Any, ...], value: Any) -> Any:
         if not isinstance(value, _Coming):
             return value
         if source:
-            whole = next(tensors).detach().to(device).contiguous()
+            whole = next(coming).detach().to(device).contiguous()
         else:
             whole = torch.empty(value.shape, dtype=value.dtype, device=device)
         dist.broadcast(whole, src=0)
@@ -177,31 +170,12 @@ def from_rank(source: int, make: Callable[..., Any], *arguments: Any) -> Any:
     return message[0]
 
 
-def _announce(path: tuple[Any, ...], value: Any) -> Any:
-    if is_distributed(value):
-        raise CheckpointError(
-            f"rank 0 cannot broadcast {'.'.join(map(str, path))}: it is distributed, but broadcast_from_rank0 needs a "
-            "full state dict: use StateDictOptions(full_state_dict=True) to get it"
-        )
-    return _Coming(tuple(value.shape), value.dtype) if _is_tensor(value) else value
-
-
 def _raise_everywhere(refused: list[str]) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, refused)
     lines = [f"rank {rank}: {line}" for rank, found in enumerate(everyone) for line in found]
     if lines:
         raise CheckpointError("the broadcast state dict does not fit:\n  " + "\n  ".join(lines))
-
-
-def _tensors(state: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_paths(state, lambda _, value: found.append(value) if _is_tensor(value) else None)
-    return found
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def wire_device() -> torch.device:
