@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any, Final
 
@@ -389,9 +390,8 @@ class Safetensors(Format):
         layout = lay_out(tensors, numbers=dict.fromkeys(tensors, 1))
         (planned,) = layout.files
         with new_file(target.parent.store, target.name) as file:
-            file.write(0, [memoryview(planned.header)])
-            for name in planned.names:
-                position = layout.slots[name].start
-                for piece in source.pieces(name, how.progress):
-                    file.write(position, [piece])
-                    position += len(piece)
+            position = 0
+            pieces = chain.from_iterable(source.pieces(name, how.progress) for name in planned.names)
+            for piece in chain([memoryview(planned.header)], pieces):
+                file.write(position, [piece])
+                position += len(piece)

@@ -8,8 +8,8 @@ shards as everybody does.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from terrazzo.checkpoint.formats.huggingface.layout import index_name, is_shard, read_index, single_name
@@ -95,17 +95,15 @@ class Replacing:
             f"save again"
         )
 
-    @contextmanager
-    def committing(self) -> Iterator[None]:
+    def committing(self) -> AbstractContextManager[object]:
         """Where one save after the other commits, as far as the store has locks."""
-        with self._store.locked(self._single_name) if isinstance(self._store, LocalStore) else nullcontext():
-            yield
+        return self._store.locked(self._single_name) if isinstance(self._store, LocalStore) else nullcontext()
 
     def check_unchanged(self) -> None:
         """Raise if another save has committed a checkpoint there."""
         if self._stat(self._single_name) != self._single:
             raise self._store.conflict(self._single_name)
-        if self._index_version() != self.index.replacing:
+        if self._store.present(self._index) != self.index.replacing:
             raise self._store.conflict(self._index)
 
     def remove_replaced(self, kept: Sequence[str], index: Version | None = None) -> None:
@@ -121,7 +119,7 @@ class Replacing:
         try:
             if index is None:
                 names = [self._index]
-                if self._index_version() != self.index.replacing:
+                if self._store.present(self._index) != self.index.replacing:
                     if self._stat(self._single_name) is None:
                         raise self._store.conflict(self._index)
                     return  # it is hidden by this save's file: theirs is the error
@@ -131,7 +129,7 @@ class Replacing:
                     raise self._store.conflict(self._single_name)
             others = set() if self._others_save() else self._shards()
             self._store.delete([*names, SEAL, *sorted((self._replaced | others) - set(kept))])
-            if index is not None and self._index_version() != index:
+            if index is not None and self._store.present(self._index) != index:
                 raise self._store.conflict(self._index)
         except ConflictError:
             raise
@@ -142,9 +140,6 @@ class Replacing:
             LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", self._store.location, error)
 
     # -------------------------------------------------------------- details
-
-    def _index_version(self) -> Absent | Version:
-        return self._store.present(self._index)
 
     def _shards(self) -> set[str]:
         return {entry.key for entry in self._store.list(self._stem) if is_shard(entry.key, self._stem)}

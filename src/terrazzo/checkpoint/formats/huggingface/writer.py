@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -47,8 +47,6 @@ from terrazzo.checkpoint.stores.places import is_url
 from terrazzo.checkpoint.torch_api.storages import RowWriter
 from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
 from terrazzo.errors import CheckpointError, UnsupportedValueError
-
-_USUAL: Final = "+"  # ends the id of a save that may use the usual names
 
 
 class HuggingFaceWriter(RowWriter):
@@ -86,6 +84,7 @@ class HuggingFaceWriter(RowWriter):
         self._always_index = always_index
         self._group = process_group
         self._layout: WeightsLayout | None = None
+        self._usual_names = False  # whether shards are called as everybody does
         self._bytes_written: list[int] = []
         self._last: Upload | None = None  # the only file, on its owner, until the commit
         self._own: set[str] = set()  # final names that this rank has made
@@ -117,8 +116,7 @@ class HuggingFaceWriter(RowWriter):
             self._replacing = Replacing(
                 self._store, self._stem, [*self._beside], self.save_id, overwrite=self.overwrite
             )
-            if self._replacing.usual_names:
-                self.save_id += _USUAL
+            self._usual_names = self._replacing.usual_names
 
     def about(self, rows: Sequence[Row]) -> bytes:
         """The tensors that this rank has, if the layout is to be made of them."""
@@ -130,7 +128,7 @@ class HuggingFaceWriter(RowWriter):
         return messages.encode({row.name: About(row.form.dtype, row.form.shape) for row in rows})
 
     def arranged(self, abouts: Sequence[bytes]) -> bytes:
-        """On the coordinator: reserve the files; the save's id, the number of ranks, and the layout if it was made."""
+        """On the coordinator: reserve the files; returns what all ranks need to know, and the layout if it was made."""
         layout = self._given
         if layout is None:
             tensors: dict[str, About] = {}
@@ -140,10 +138,10 @@ class HuggingFaceWriter(RowWriter):
         if isinstance(self._store, LocalStore):  # before other ranks open them
             for number, file in enumerate(layout.files):
                 self._store.reserve(self._part(number), file.size)
-        return messages.encode((self.save_id, len(abouts), layout if self._given is None else None))
+        return messages.encode((self.save_id, self._usual_names, len(abouts), layout if self._given is None else None))
 
     def write(self, rows: Sequence[Row], arranged: bytes, rank: int) -> _Written:
-        self.save_id, ranks, self._layout = messages.decode(arranged, tuple)
+        self.save_id, self._usual_names, ranks, self._layout = messages.decode(arranged, tuple)
         layout = self._known_layout
         rows = [row for row in rows if not row.form.box.is_empty]
         for row in rows:
@@ -206,7 +204,7 @@ class HuggingFaceWriter(RowWriter):
     def abandon(self) -> None:
         if self._last is not None:
             self._last.abort()
-        parts = parts_of(self._store, self._id)
+        parts = parts_of(self._store, self.save_id)
         self._store.delete([*parts, *self._own])
         self._release()
 
@@ -221,10 +219,6 @@ class HuggingFaceWriter(RowWriter):
         return self.place.store
 
     @property
-    def _id(self) -> str:
-        return self.save_id.removesuffix(_USUAL)
-
-    @property
     def _known_layout(self) -> WeightsLayout:
         layout = self._layout or self._given
         if layout is None:
@@ -236,12 +230,12 @@ class HuggingFaceWriter(RowWriter):
         return len(self._known_layout.files) == 1 and not self._always_index
 
     def _part(self, number: int) -> str:
-        return part_name(self._id, number)
+        return part_name(self.save_id, number)
 
     def _final(self, number: int) -> str:
         if self._is_single:
             return single_name(self._stem)
-        save_id = "" if self.save_id.endswith(_USUAL) else self._id
+        save_id = "" if self._usual_names else self.save_id
         return shard_name(number, len(self._known_layout.files), self._stem, save_id)
 
     # -------------------------------------------------------------- writing
