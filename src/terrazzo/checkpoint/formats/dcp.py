@@ -12,7 +12,7 @@ import io
 import os
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -63,11 +63,7 @@ class DCPReader(TableReader):
 
     def _described(self) -> Metadata:
         store = self.place.store
-        present = self.files_at(store)
-        if METADATA in present:
-            names = [METADATA]
-        else:
-            names = sorted(name for name in present if name.startswith("__") and name.endswith(METADATA))
+        names = _metadata_files(self.files_at(store))
         if not names:
             raise CheckpointNotFoundError(f"there is no torch DCP checkpoint at {self.place} (no {METADATA})")
         parts = [dcp_metadata.parse(store.get(name)[0], f"{self.place}/{name}") for name in names]
@@ -150,14 +146,20 @@ class DCPReader(TableReader):
         return found
 
 
+def _metadata_files(names: Collection[str]) -> list[str]:
+    """The file with the metadata, or those of each rank."""
+    if METADATA in names:
+        return [METADATA]
+    return sorted(name for name in names if name.startswith("__") and name.endswith(METADATA))
+
+
 class DCP(Format):
     """A folder with a `.metadata`, or with one of each rank."""
 
     name = "dcp"
 
     def find(self, found: Found) -> Place | None:
-        of_ranks = (name for name in found.names if name.startswith("__") and name.endswith(METADATA))
-        return found.place if METADATA in found.names or any(of_ranks) else None
+        return found.place if _metadata_files(found.names) else None
 
     def reader(self, place: Place) -> StorageReader:
         return DCPReader(place)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from terrazzo.checkpoint.formats.stored import Asked, FilesRead, StoredBox, read_rows
+from terrazzo.checkpoint.formats.stored import Asked, StoredBox, read_rows
 from terrazzo.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.root import FileEntry
@@ -123,9 +123,7 @@ class TableReader(BoxReader):
     def read_box(self, name: str, box: Box, target: torch.Tensor) -> int:
         self.read_metadata()
         self._used = True
-        read = read_rows([Asked(name, box, self.rows_of(name))], [target])
-        self._check_unchanged(read)
-        return read.nbytes
+        return self._read([Asked(name, box, self.rows_of(name))], [target])
 
     def fill(self, targets: Sequence[Target]) -> None:
         self.read_metadata()
@@ -140,9 +138,7 @@ class TableReader(BoxReader):
             row = by_offsets.get((target.source, part.chunk.offsets))
             own = [row] if row is not None and row.box.contains(box) else rows[target.source]
             asked.append(Asked(target.source, box, own))
-        read = read_rows(asked, [target.part(part) for target, part in parts])
-        self.bytes_read += read.nbytes
-        self._check_unchanged(read)
+        self.bytes_read += self._read(asked, [target.part(part) for target, part in parts])
 
     # ------------------------------------------------- files that must not change
 
@@ -162,8 +158,9 @@ class TableReader(BoxReader):
             raise CheckpointNotFoundError(f"{store.location}: the file {key} is missing")
         return FileEntry(key, entry.size, 0, 0)
 
-    def _check_unchanged(self, read: FilesRead) -> None:
-        """Raise if a file that was read is no longer the one that was looked into before."""
+    def _read(self, asked: Sequence[Asked], targets: Sequence[torch.Tensor]) -> int:
+        """Fill the targets; raises if a file that was read is no longer the one that was looked into before."""
+        read = read_rows(asked, targets)
         for store, names in read.files.items():
             before = self._seen.get(store.location, {})
             now = _files(store, names if len(names) < _FEW else None)
@@ -173,6 +170,7 @@ class TableReader(BoxReader):
                         f"{store.location}/{name} has been replaced while it was read, so what has been loaded may "
                         f"be of two checkpoints. Load again while no job saves there"
                     )
+        return read.nbytes
 
 
 def _files(store: Store, names: Iterable[str] | None) -> dict[str, Entry]:

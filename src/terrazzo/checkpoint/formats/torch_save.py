@@ -28,7 +28,6 @@ from terrazzo.checkpoint.formats.table import TableReader, tensor_entry
 from terrazzo.checkpoint.formats.torch_archive import STORAGE_TYPES, Archive, StoredTensor, open_archive
 from terrazzo.checkpoint.formats.windows import Window, check_file, is_start_of_archive
 from terrazzo.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
-from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.spans import strides_of
 from terrazzo.checkpoint.native.tensors import bytes_of
 from terrazzo.checkpoint.plan.flatten import flattened, paths_to_store, set_element
@@ -52,20 +51,24 @@ class TorchSaveReader(TableReader):
     _contents: dict[str, Any]  # under each name a `StoredTensor` or a value
 
     def _described(self) -> Metadata:
-        self._archive = open_archive(Window(self.place.parent.store, self._file()))
-        self._contents, paths = _flatten(self._archive.value, self.place)
-        entries = {
-            name: tensor_entry(value.dtype, value.shape) if isinstance(value, StoredTensor) else BytesStorageMetadata()
-            for name, value in self._contents.items()
-        }
-        return Metadata(dict(entries), planner_data=paths, storage_meta=StorageMeta(str(self.place)))
-
-    def _file(self) -> FileEntry:
         if self.place.is_dir():
             raise CheckpointFormatError(f"{self.place} is a folder, not a file of torch.save")
         if not self.place.is_file():
             raise CheckpointNotFoundError(f"there is no file {self.place}")
-        return self.file_at(self.place.parent.store, self.place.name)
+        store = self.place.parent.store
+        self._archive = open_archive(Window(store, self.file_at(store, self.place.name)))
+        value = self._archive.value
+        if not isinstance(value, dict):
+            raise CheckpointFormatError(
+                f"{self.place} holds a {type(value).__name__}, not a state dict; put it into a dict"
+            )
+        self._contents, paths = flattened(value, StoredTensor)
+        entries = {
+            name: tensor_entry(each.dtype, each.shape) if isinstance(each, StoredTensor) else BytesStorageMetadata()
+            for name, each in self._contents.items()
+        }
+        paths = paths_to_store(value, paths)
+        return Metadata(dict(entries), planner_data=paths, storage_meta=StorageMeta(str(self.place)))
 
     def rows_of(self, name: str) -> list[StoredBox]:
         stored = self._contents.get(name)
@@ -80,13 +83,6 @@ class TorchSaveReader(TableReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return Place(checkpoint_id).is_file()
-
-
-def _flatten(value: Any, path: Place) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    if not isinstance(value, dict):
-        raise CheckpointFormatError(f"{path} holds a {type(value).__name__}, not a state dict; put it into a dict")
-    flat, paths = flattened(value, StoredTensor)
-    return flat, paths_to_store(value, paths)
 
 
 class TorchSave(Format):

@@ -177,24 +177,17 @@ _FACTORIES: Final = {"list": list, "dict": dict, "set": set, "int": int, "float"
 _TEXT: Final = _from(str, str)
 
 
-def _names_of_builtins() -> dict[tuple[str, str], Any]:
-    table: dict[str, Any] = {
-        **{kind.__name__: _from(kind, *_ITEMS) for kind in (set, frozenset, list, tuple, dict)},
-        **{kind.__name__: _from(kind, int, float, bool) for kind in (int, float, bool)},
-        "str": _TEXT,
-        "complex": complex,
-        "slice": Call(slice),
-        "range": Call(range),
-        "xrange": Call(range),
-        "bytes": _from(bytes),  # empty ones of protocol 2; others have `_codecs.encode`
-        "bytearray": Call(_bytearray),
-    }
-    return {(module, name): value for module in ("builtins", "__builtin__") for name, value in table.items()}
-
-
-def _dtypes() -> dict[tuple[str, str], Any]:
-    found = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-    return {("torch", name): value for name, value in found.items()}
+_BUILTINS: Final = {
+    **{kind.__name__: _from(kind, *_ITEMS) for kind in (set, frozenset, list, tuple, dict)},
+    **{kind.__name__: _from(kind, int, float, bool) for kind in (int, float, bool)},
+    "str": _TEXT,
+    "complex": complex,
+    "slice": Call(slice),
+    "range": Call(range),
+    "xrange": Call(range),
+    "bytes": _from(bytes),  # empty ones of protocol 2; others have `_codecs.encode`
+    "bytearray": Call(_bytearray),
+}
 
 
 _PATHS: Final = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
@@ -204,8 +197,8 @@ _PATH: Final = pickled("pathlib.Path", _path)
 # Everything that a pickle of plain data may name.
 PLAIN: Final[Names] = MappingProxyType(
     {
-        **_names_of_builtins(),
-        **_dtypes(),
+        **{(module, name): made for module in ("builtins", "__builtin__") for name, made in _BUILTINS.items()},
+        **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
         **{(module, name): _PATH for module in ("pathlib", "pathlib._local") for name in _PATHS},
         **NUMPY_NAMES,
         ("_codecs", "encode"): Call(_bytes_from_text),
@@ -268,7 +261,7 @@ def load(file: IO[bytes], where: str, *, names: Names = PLAIN, persistent: Calla
     try:
         unpickler = _Unpickler(io.BytesIO(checked_pickle(file, where)), names, where, persistent)
         value = unpickler.load()
-        return finished(value) if unpickler.made_instances else value
+        return _finished(value, {}) if unpickler.made_instances else value
     except CheckpointError:
         raise
     except MemoryError as error:
@@ -327,12 +320,11 @@ _EXPANDED: Final = 16  # values for each byte of the pickle
 _DEEPEST: Final = 200  # as `terrazzo.checkpoint.native.objects`
 
 
-def finished(value: Any) -> Any:
-    """`value` with every `Pickled` in it turned into what it stands for, containers changed in place."""
-    return _finish(value, {})
+def _finished(value: Any, seen: dict[int, Any]) -> Any:
+    """`value` with every `Pickled` in it turned into what it stands for, containers changed in place.
 
-
-def _finish(value: Any, seen: dict[int, Any]) -> Any:
+    `seen` has each that was met, which keeps its id, and what it became.
+    """
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -340,8 +332,8 @@ def _finish(value: Any, seen: dict[int, Any]) -> Any:
         return seen[id(value)][1]
     if isinstance(value, Pickled):
         seen[id(value)] = (value, value)
-        value.args = _finish(value.args, seen)
-        value.state = _finish(value.state, seen)
+        value.args = _finished(value.args, seen)
+        value.state = _finished(value.state, seen)
         result = value.finish()
         seen[id(value)] = (value, result)
         return result
@@ -349,18 +341,18 @@ def _finish(value: Any, seen: dict[int, Any]) -> Any:
         seen[id(value)] = (value, value)
         stale = [key for key in value if isinstance(key, (Pickled, tuple))]
         for key, item in value.items():
-            value[key] = _finish(item, seen)
+            value[key] = _finished(item, seen)
         if stale:
-            items = [(_finish(key, seen), item) for key, item in value.items()]
+            items = [(_finished(key, seen), item) for key, item in value.items()]
             value.clear()
             value.update(items)
         return value
     if isinstance(value, list):
         seen[id(value)] = (value, value)
-        value[:] = [_finish(item, seen) for item in value]
+        value[:] = [_finished(item, seen) for item in value]
         return value
     if kind is tuple:
-        result = tuple(_finish(item, seen) for item in value)
+        result = tuple(_finished(item, seen) for item in value)
         result = value if all(a is b for a, b in zip(value, result, strict=True)) else result
         seen[id(value)] = (value, result)
         return result
