@@ -118,13 +118,16 @@ def _check_ranks(folder: Place, models: Sequence[str], optims: Sequence[str], ra
 _ALIGNED: Final = 2  # partitions begin at even elements, so the last may have some that are unused
 
 
+_Weights = Sequence[tuple[OpenFile, StoredTensor]]  # a flat tensor's partitions, by rank
+
+
 @dataclass(frozen=True)
 class _FlatGroup:
     """Parameters that share flat tensors: their layout, their float32 weights, and their optimizer state."""
 
-    placed: tuple[Placed, ...]
-    weights: tuple[tuple[OpenFile, Any], ...]  # by rank
-    states: tuple[Mapping[str, Any], ...]  # by rank
+    placed: Sequence[Placed]
+    weights: _Weights
+    states: Sequence[Mapping[str, Any]]  # by rank
     options: Mapping[str, Any]
 
 
@@ -157,11 +160,8 @@ def _stage_of(folder: Place, model_files: Sequence[str], optim_files: Sequence[s
     optims = [OpenFile(folder, name) for name in optim_files]
     shapes = shapes_of(model)
     states = [file.get("optimizer_state_dict", dict) for file in optims]
-    if states[0].get("zero_stage") == 3:
-        groups, param_groups = _cut_one_by_one(shapes, optims, states)
-    else:
-        data_first = bool((model.value.get("ds_config") or {}).get("use_data_before_expert_parallelism"))
-        groups, param_groups = _cut_in_one_line(shapes, optims, states, data_first)
+    data_first = bool((model.value.get("ds_config") or {}).get("use_data_before_expert_parallelism"))
+    groups, param_groups = _flat_groups(shapes, optims, states, data_first)
     _check_same_save(groups, optims, states)
     names = names_by_group(shapes, param_groups, optims[0].where)
     if states[0].get("zero_stage") in (1, 2) and _in_turns(model.value):
@@ -207,82 +207,77 @@ def _in_turns(model: Mapping[str, Any]) -> bool:
     return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
 
 
-def _cut_in_one_line(
+def _flat_groups(
     shapes: Sequence[Shapes], optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]], data_first: bool
 ) -> tuple[list[_FlatGroup], Sequence[Mapping[str, Any]]]:
-    first = states[0]
-    base = [entry(state, "base_optimizer_state", object, f.where) for state, f in zip(states, optims, strict=True)]
+    """The parameters of each flat tensor, and the options of the param groups."""
+    where, is_stage3 = optims[0].where, states[0].get("zero_stage") == 3
+    key = "fp32_flat_groups" if is_stage3 else "single_partition_of_fp32_groups"
+    inner, kind = ("optimizer_state_dict", dict) if is_stage3 else ("base_optimizer_state", object)
+    base = [entry(state, inner, kind, file.where) for state, file in zip(states, optims, strict=True)]
     elastic = not isinstance(base[0], dict)
     if elastic:
-        step = first.get("base_optimizer_state_step")
+        step = states[0].get("base_optimizer_state_step")
         shared_step = {} if step is None else {"step": step}
         param_groups = [{**shared_step, "params": [number]} for number in range(len(shapes))]
     else:
-        param_groups = entry(base[0], "param_groups", list, optims[0].where)
-    between = first.get("param_alignment_paddings")
+        param_groups = entry(base[0], "param_groups", list, where)
     groups = []
     for number, named in enumerate(shapes):
-        weights = _flat_tensors("single_partition_of_fp32_groups", number, optims, states)
-        gaps = [0] * len(named) if between is None else entry(between, number, list, optims[0].where)
-        if len(gaps) != len(named) or not is_shape(gaps):
-            raise CheckpointFormatError(
-                f"{optims[0].where}: param_alignment_paddings[{number}] is not a list of {len(named)} counts"
-            )
-        used = sum(map(prod, named.values())) + sum(gaps)
-        teams = [range(len(optims))]
-        if has_experts(named):
-            same = count_in(first["partition_count"], number, optims[0].where)
-            teams = ranks_by_experts(len(optims), same, data_first)
-            if not teams:
-                raise CheckpointCorruptError(f"{optims[0].where}: {same} of {len(optims)} ranks have the same experts")
-        lines = []
-        for team in teams:
-            rank, unit = team[0], _ALIGNED * len(team)
-            stored = sum([weights[each][1].shape[0] for each in team])
-            if -(-stored // unit) != -(-used // unit):
-                raise CheckpointCorruptError(
-                    f"{optims[rank].where}: the partitions of parameters with {used} elements have {stored}"
-                )
-            # If the padding was removed from the weights, it must be added here.
-            paddings = states[rank]["group_paddings"] if "zero_stage" in first else {number: 0}
-            length = weights[rank][1].shape[0] + count_in(paddings, number, optims[rank].where)
-            lines.append(in_one_line(named.items(), length, gaps))
-        placed: Iterable[Placed] = stacked(lines, teams) if has_experts(named) else lines[0]
+        weights = _flat_tensors(key, number, optims, states)
+        if is_stage3:
+            placed = list(one_by_one(named.items(), len(optims)))
+        else:
+            placed = _in_one_line(number, named, weights, states, data_first)
         kept = tuple(
             entry(part, number, dict, file.where) if elastic else entry(part, "state", dict, file.where).get(number, {})
             for part, file in zip(base, optims, strict=True)
         )
-        groups.append(_FlatGroup(tuple(placed), weights, kept, entry(param_groups, number, dict, optims[0].where)))
-    return groups, param_groups
-
-
-def _cut_one_by_one(
-    shapes: Sequence[Shapes], optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]
-) -> tuple[list[_FlatGroup], Sequence[Mapping[str, Any]]]:
-    inner = [entry(state, "optimizer_state_dict", dict, f.where) for state, f in zip(states, optims, strict=True)]
-    param_groups = entry(inner[0], "param_groups", list, optims[0].where)
-    groups = []
-    for number, named in enumerate(shapes):
-        weights = _flat_tensors("fp32_flat_groups", number, optims, states)
-        placed = tuple(one_by_one(named.items(), len(optims)))
-        kept = tuple(
-            entry(state, "state", dict, f.where).get(number, {}) for state, f in zip(inner, optims, strict=True)
-        )
-        options = param_groups[group_of(param_groups, number, optims[0].where)]
+        options = entry(param_groups, group_of(param_groups, number, where), dict, where)
         groups.append(_FlatGroup(placed, weights, kept, options))
     return groups, param_groups
 
 
-def _flat_tensors(
-    key: str, number: int, optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]
-) -> tuple[tuple[OpenFile, StoredTensor], ...]:
+def _in_one_line(
+    number: int, named: Shapes, weights: _Weights, states: Sequence[Mapping[str, Any]], data_first: bool
+) -> list[Placed]:
+    """The parameters of a flat tensor of stages 1 and 2, whose partitions must have room for them."""
+    first, where = states[0], weights[0][0].where
+    between = first.get("param_alignment_paddings")
+    gaps = [0] * len(named) if between is None else entry(between, number, list, where)
+    if len(gaps) != len(named) or not is_shape(gaps):
+        raise CheckpointFormatError(f"{where}: param_alignment_paddings[{number}] is not a list of {len(named)} counts")
+    used = sum(map(prod, named.values())) + sum(gaps)
+    teams = [range(len(states))]
+    if has_experts(named):
+        same = count_in(first["partition_count"], number, where)
+        teams = ranks_by_experts(len(states), same, data_first)
+        if not teams:
+            raise CheckpointCorruptError(f"{where}: {same} of {len(states)} ranks have the same experts")
+    lines = []
+    for team in teams:
+        file, partition = weights[team[0]]
+        unit = _ALIGNED * len(team)
+        stored = sum([weights[each][1].shape[0] for each in team])
+        if -(-stored // unit) != -(-used // unit):
+            raise CheckpointCorruptError(
+                f"{file.where}: the partitions of parameters with {used} elements have {stored}"
+            )
+        # If the padding was removed from the weights, it must be added here.
+        paddings = states[team[0]]["group_paddings"] if "zero_stage" in first else {number: 0}
+        length = partition.shape[0] + count_in(paddings, number, file.where)
+        lines.append(in_one_line(named.items(), length, gaps))
+    return stacked(lines, teams) if has_experts(named) else list(lines[0])
+
+
+def _flat_tensors(key: str, number: int, optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]) -> _Weights:
     found = []
     for file, state in zip(optims, states, strict=True):
         flat = entry(entry(state, key, list, file.where), number, StoredTensor, file.where)
         if len(flat.shape) != 1:
             raise CheckpointCorruptError(f"{file.where}: {key}[{number}] is not flat, but of shape {flat.shape}")
         found.append((file, flat))
-    return tuple(found)
+    return found
 
 
 # ------------------------------------------------------------------ parameters and their optimizer state
@@ -334,10 +329,8 @@ def _state_of(placed: Placed, group: _FlatGroup) -> Iterable[tuple[str, Any]]:
         if key == "step":
             continue
         if isinstance(value, StoredTensor) and len(value.shape) == 1:
-            yield (
-                key,
-                joined(placed, [(file, state.get(key)) for file, state in zip(files, group.states, strict=True)]),
-            )
+            parts = [(file, state.get(key)) for file, state in zip(files, group.states, strict=True)]
+            yield key, joined(placed, parts)
         else:
             yield key, files[0].archive.read(value)
     yield from steps_in(group.states[0], group.options, files[0])
