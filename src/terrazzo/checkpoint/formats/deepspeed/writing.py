@@ -97,7 +97,9 @@ def param_group(
                     f"{name}: the optimizer's {key} has the shape {tuple(value.shape)}, but DeepSpeed's flat "
                     "partitions can only have state with the shape of the parameter"
                 )
-    return Group(shapes, {key: value for key, value in options.items() if key != "params"}, tuple(kept), once, parts)
+    adam = {"bias_correction": True} if "exp_avg_sq" in kept else {}  # which DeepSpeed's own needs in the loaded state
+    options = {key: value for key, value in (adam | {**options}).items() if key != "params"}
+    return Group(shapes, options, tuple(kept), once, parts)
 
 
 def apart(
@@ -241,9 +243,7 @@ def optim_states(
     members: list[list[int]] = [[] for _ in layout.groups]
     for index, (number, _) in enumerate(flat):
         members[number].append(index)
-    param_groups = [
-        {**_options(group), "params": indices} for group, indices in zip(layout.groups, members, strict=True)
-    ]
+    param_groups = [{**group.options, "params": indices} for group, indices in zip(layout.groups, members, strict=True)]
     state = {
         "zero_stage": layout.stage,
         "loss_scaler": scaler,
@@ -254,12 +254,6 @@ def optim_states(
     if layout.stage < 3:
         state |= {"clip_grad": clip, "ds_version": VERSION}
     return {"optimizer_state_dict": state, "ds_config": config, "ds_version": VERSION}
-
-
-def _options(group: Group) -> dict[str, Any]:
-    # DeepSpeed's own Adam has this option, and needs it in the loaded state.
-    adam = {"bias_correction": True} if "exp_avg_sq" in group.kept else {}
-    return {**adam, **group.options}
 
 
 def _cut(
