@@ -35,8 +35,8 @@ def _option(name: str, lowest: int | None = None) -> Any:
     return property(lambda writer: getattr(writer.options, name), change)
 
 
-class _InFolder:
-    """What the writer and the reader of a folder or a URL have in common."""
+class InFolder:
+    """What writers and readers of a folder or a URL have in common."""
 
     path: str | Path
     store: Store
@@ -70,7 +70,7 @@ class _InFolder:
         return not path.exists() or path.is_dir()  # in this order, because another rank may create it in between
 
 
-class FileSystemWriter(BlockingAsyncStager, _InFolder, NativeWriter):
+class FileSystemWriter(BlockingAsyncStager, InFolder, NativeWriter):
     """Writes checkpoints into folders, in terrazzo's format.
 
     A folder is a path, or a URL: `s3://bucket/prefix`, `gs://`, `az://` (see docs/stores.md). It has one checkpoint. A
@@ -144,7 +144,7 @@ class FileSystemWriter(BlockingAsyncStager, _InFolder, NativeWriter):
         finish_as_torch(self.path, metadata, results)
 
 
-class FileSystemReader(_InFolder, NativeReader):
+class FileSystemReader(InFolder, NativeReader):
     """Reads checkpoints from folders and URLs: in terrazzo's format, and in another that is found there instead.
 
     Programs for PyTorch name a reader, also for what PyTorch has saved.

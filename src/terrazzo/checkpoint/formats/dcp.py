@@ -15,9 +15,9 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
+from terrazzo.checkpoint.filesystem import InFolder
 from terrazzo.checkpoint.formats import dcp_metadata
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
@@ -45,7 +45,7 @@ from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.checkpoint.native.tensors import dtype_name
 from terrazzo.checkpoint.planner import TensorWriteData
 from terrazzo.checkpoint.storage import StorageReader, WriteResult
-from terrazzo.checkpoint.stores import Place, Store, Upload, is_url, store_at
+from terrazzo.checkpoint.stores import Place, Store, Upload, store_at
 from terrazzo.checkpoint.torch_api.items import item_of, merged_entries
 from terrazzo.checkpoint.torch_api.storages import RowWriter
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
@@ -186,7 +186,7 @@ _NAME: Final = re.compile(r"__[0-9]+_(?P<save>[0-9a-f]{12})(?:_[0-9]+)?\.distcp"
 _SUFFIX: Final = ".distcp"
 
 
-class DCPWriter(RowWriter):
+class DCPWriter(InFolder, RowWriter):
     """Writes checkpoints for `torch.distributed.checkpoint.load`.
 
     Args:
@@ -201,38 +201,31 @@ class DCPWriter(RowWriter):
         self._name = ""  # the prefix of this rank's files
         self._replaced: set[str] = set()  # the files of the old checkpoint, and its seal
         import_all()  # `check_is_found` needs them
-        self._go_to(path)
-
-    def _go_to(self, path: str | os.PathLike[str] | Store) -> None:
         if isinstance(path, Store):
-            self.path: str | Path = path.location
-            self._store = path
+            self.path, self.store = path.location, path
         else:
-            self.path = os.fspath(path) if is_url(path) else Path(path)
-            self._store = store_at(path, durable=self.sync_files)
-        self._commit = Commit(self._store, METADATA)
+            self._check_id(path)
+        self._commit = Commit(self.store, METADATA)
 
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the next checkpoint is written."""
-        return self.path
+    def _open_store(self, path: str | os.PathLike[str]) -> Store:
+        return store_at(path, durable=self.sync_files)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._commit.release()
-        if checkpoint_id is not None:
-            self._go_to(checkpoint_id)
+        self._check_id(checkpoint_id)
+        self._commit = Commit(self.store, METADATA)
         self._name = ""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        self._store.prepare()
+        self.store.prepare()
         if not is_coordinator:
             return
-        check_is_found(Place(self._store), "dcp")
+        check_is_found(Place(self.store), "dcp")
         # First, so that this save fails if another one commits from now on.
-        self._commit = Commit(self._store, METADATA)
+        self._commit = Commit(self.store, METADATA)
         data = self._commit.begin(overwrite=self.overwrite)
         self._replaced = set() if data is None else {SEAL, *(_files_of(data, str(self.path)) or ())}
-        _remove_leftovers(self._store)
+        _remove_leftovers(self.store)
         self.save_id = uuid.uuid4().hex[:12]
         self._commit.hold(self.save_id)
 
@@ -245,7 +238,7 @@ class DCPWriter(RowWriter):
             raise
 
     def _write(self, rows: Sequence[Row]) -> list[WriteResult]:
-        caps = self._store.caps
+        caps = self.store.caps
         results: list[WriteResult] = []
         described: dict[int, TensorWriteData] = {}
         left = list(reversed(rows))
@@ -253,7 +246,7 @@ class DCPWriter(RowWriter):
             # One file, or several if files should be small, with the names that PyTorch gives the files of threads.
             name = f"{self._name}{_SUFFIX}" if caps.file_bytes is None else f"{self._name}_{len(results)}{_SUFFIX}"
             position = 0
-            with self._store.upload(name, 0) if caps.in_place else self._store.stream(name) as file:
+            with self.store.upload(name, 0) if caps.in_place else self.store.stream(name) as file:
                 while left and (caps.file_bytes is None or position < caps.file_bytes):
                     row = left.pop()
                     end = _write_row(file, position, row)
@@ -269,14 +262,14 @@ class DCPWriter(RowWriter):
             )
         metadata.storage_data = {result.index: result.storage_data[0] for part in results for result in part}
         used = {location.relative_path for location in metadata.storage_data.values()}
-        check_written(self._store, used)
+        check_written(self.store, used)
         metadata.storage_meta = self.storage_meta()
         metadata.version = dcp_metadata.VERSION
-        check_is_found(Place(self._store), "dcp")  # once more: a save in another format may have committed
+        check_is_found(Place(self.store), "dcp")  # once more: a save in another format may have committed
         self._commit.put(dcp_metadata.encode(metadata))
         self._commit.release()
-        self._store.delete(self._replaced - used)
-        check_is_found(Place(self._store), "dcp")  # even between the two
+        self.store.delete(self._replaced - used)
+        check_is_found(Place(self.store), "dcp")  # even between the two
 
     def abandon(self) -> None:
         self._remove_own()
@@ -287,12 +280,8 @@ class DCPWriter(RowWriter):
 
     def _remove_own(self) -> None:
         if self._name:
-            names = [entry.key for entry in self._store.list(self._name) if entry.key.endswith(_SUFFIX)]
-            self._store.delete([name for name in names if name.removeprefix(self._name)[0] in "._"])
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return is_url(checkpoint_id) or not Place(checkpoint_id).is_file()
+            names = [entry.key for entry in self.store.list(self._name) if entry.key.endswith(_SUFFIX)]
+            self.store.delete([name for name in names if name.removeprefix(self._name)[0] in "._"])
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(str(self.path), self._name)
