@@ -62,12 +62,10 @@ def complete_state(optimizer: torch.optim.Optimizer, by_index: dict[str, Any] | 
             "numbers, and 'param_groups'): use the optimizer's own state dict, or the optimizers that it contains"
         )
     state = dict(by_index["state"])
-    index = 0
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if not state.get(index) and (initial := initial_state(optimizer, param, group)):
-                state[index] = initial
-            index += 1
+    params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+    for index, (param, group) in enumerate(params):
+        if not state.get(index) and (initial := initial_state(optimizer, param, group)):
+            state[index] = initial
     return {**by_index, "state": state}
 
 

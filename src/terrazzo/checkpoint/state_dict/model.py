@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,8 +77,10 @@ def set_model_state_dict(
 
     with torch.no_grad():
         if options.broadcast_from_rank0:  # misfits are found when tensors arrive, and raised on all ranks
-            full = dict(state)
-            state = broadcast_state(lambda: full, lambda path, whole: _placed_whole(path[0], whole, targets))
+            state = broadcast_state(
+                partial(dict, state),
+                lambda path, whole: _placed(path[0], whole, targets.get(path[0]), in_place=True),
+            )
         else:
             _refuse_misfits(state, targets)
             state = {name: _placed(name, value, targets.get(name)) for name, value in state.items()}
@@ -159,27 +162,19 @@ def _refuse_misfits(state: Mapping[str, Any], targets: Mapping[str, torch.Tensor
         )
 
 
-def _placed(name: str, value: Any, target: torch.Tensor | None) -> Any:
-    """`value` in the layout of the model's tensor, for `Module.load_state_dict`."""
+def _placed(name: str, value: Any, target: torch.Tensor | None, *, in_place: bool = False) -> Any:
+    """`value` in the layout of the model's tensor, for `Module.load_state_dict`.
+
+    With `in_place` a tensor that is not distributed is copied into the model's tensor at once, and not kept.
+    """
     if target is None or not isinstance(value, torch.Tensor):
         return value
     if target.is_meta:
         return _materialised(name, value, target)
-    if is_distributed(target) and not is_distributed(value):
+    if (in_place or is_distributed(target)) and not is_distributed(value):
         write_full(target, value, name)
         return target
     return laid_out_like(value, target, name)
-
-
-def _placed_whole(name: str, whole: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> Any:
-    """`_placed` for a tensor that was just broadcast, and is not kept."""
-    target = targets.get(name)
-    if target is None:
-        return whole
-    if target.is_meta:
-        return _materialised(name, whole, target)
-    write_full(target, whole, name)
-    return target
 
 
 def _materialised(name: str, value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

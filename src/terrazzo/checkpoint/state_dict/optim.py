@@ -8,6 +8,7 @@ of FSDP1 can be split and joined by FSDP1 itself only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -213,8 +214,7 @@ def set_with_fsdp1(
 ) -> None:
     """Set the state with FSDP1's own functions, which take nested dicts with shown keys."""
     if options.broadcast_from_rank0:
-        full = dict(given)
-        given = broadcast_state(lambda: full, lambda _, whole: whole)
+        given = broadcast_state(partial(dict, given), lambda _, whole: whole)
     for optimizer in optimizers:
         nested = given if STATE in given and GROUPS in given else _nested(model, optimizer, given, names)
         shown = renamed(nested, names.shown)
