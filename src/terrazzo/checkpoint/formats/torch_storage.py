@@ -22,6 +22,7 @@ from terrazzo.checkpoint import planner as our_planner
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from terrazzo.checkpoint.torch_api.items import done
 
 _MODULE: Final = "torch.distributed.checkpoint.storage"
 _METADATA: Final = (
@@ -130,9 +131,7 @@ class TorchStorageWriter(_Adapted, StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = self._theirs.write_data(to_theirs(plan), _AskedPlanner(planner)).wait()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(to_ours(list(results)))
-        return done
+        return done(to_ours(list(results)))
 
     def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
         theirs = to_theirs(metadata)
@@ -173,9 +172,7 @@ class TorchStorageReader(_Adapted, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._theirs.read_data(to_theirs(plan), _AskedPlanner(planner)).wait()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return done(None)
 
 
 _ASKED: Final = ("resolve_data", "load_bytes", "resolve_bytes", "resolve_tensor", "commit_tensor")

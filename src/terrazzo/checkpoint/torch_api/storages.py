@@ -22,7 +22,7 @@ from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, Rea
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from terrazzo.checkpoint.stores import Store
-from terrazzo.checkpoint.torch_api.items import AT_ONCE, fill_items, is_unchanged, items_of, rows_of, value_item
+from terrazzo.checkpoint.torch_api.items import AT_ONCE, done, fill_items, is_unchanged, items_of, rows_of, value_item
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
@@ -84,9 +84,7 @@ class TargetReader(StorageReader):
             planner.load_bytes(item, value)
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
         fill_items(tensors, planner, self._entry_of, self.fill, self._at_once)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return done(None)
 
     def _entry_of(self, name: str) -> TensorStorageMetadata:
         if self._table is None:  # a subclass of a user's own may have another `set_up_storage_reader`
@@ -296,7 +294,5 @@ class RowWriter(SaveSide, StorageWriter):
         where = plan.storage_data if isinstance(plan.storage_data, tuple) else self._begun
         if where is None:
             raise CheckpointError("the plan has not passed through this writer's prepare_global_plan")
-        done: Future[list[WriteResult]] = Future()
         # A `Sequence`, which may be made only when it is read.
-        done.set_result(self.write(rows_of(plan.items, planner), *where))  # type: ignore[arg-type]
-        return done
+        return done(self.write(rows_of(plan.items, planner), *where))  # type: ignore[arg-type]
