@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Container, Iterable, Mapping, Set
+from functools import cache
 from typing import Any, Final
 
 import msgspec
@@ -91,14 +92,11 @@ def corner(shape: tuple[int, ...], count: int) -> Box:
 
 def in_order(names: Iterable[str]) -> list[str]:
     """Names sorted as people sort: `layers.2` before `layers.10`."""
-    parts = _Ordered()
-    return sorted(names, key=lambda name: [*map(parts.__getitem__, name.split("."))])
+    ordered = cache(_ordered)  # names share most parts
+    return sorted(names, key=lambda name: [*map(ordered, name.split("."))])
 
 
-class _Ordered(dict[str, tuple[bool, int | str]]):
-    """Parts of names as what they are ordered by: numbers come first, by their size. Names share most parts."""
-
-    def __missing__(self, part: str) -> tuple[bool, int | str]:
-        is_number = part.isdecimal() and len(part) < _LONGEST_NUMBER
-        found = self[part] = (not is_number, int(part) if is_number else part)
-        return found
+def _ordered(part: str) -> tuple[bool, int | str]:
+    """What a part of a name is ordered by: numbers come first, by their size."""
+    is_number = part.isdecimal() and len(part) < _LONGEST_NUMBER
+    return not is_number, int(part) if is_number else part

@@ -108,9 +108,3 @@ def _located(rows: Iterable[StoredBox]) -> dict[int, StoredChunk]:
             calls[id(row)] = row.chunk
             depth = max(depth, row.store.caps.depth)
     return found | dict(zip(calls, results_of([*calls.values()], depth, "terrazzo-headers"), strict=True))
-
-
-def read_chunk(store: Store, chunk: StoredChunk, target: torch.Tensor) -> None:
-    """Fill `target` with all of a chunk."""
-    whole = Box.whole(chunk.shape)
-    read_rows([Asked(chunk.name, whole, [StoredBox(whole, store, chunk)])], [target])

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from terrazzo.checkpoint.formats import unpickle
-from terrazzo.checkpoint.formats.stored import StoredBox, chunk_at, file_at, read_chunk
+from terrazzo.checkpoint.formats.stored import Asked, StoredBox, chunk_at, file_at, read_rows
 from terrazzo.checkpoint.formats.unpickle import Call, Pickled
 from terrazzo.checkpoint.formats.windows import Window, WindowStream, ZipDirectory, is_zip
 from terrazzo.checkpoint.native.objects import ObjectBytes
@@ -110,7 +110,8 @@ class Archive:
                 f"{self.where}: a tensor of shape {stored.shape} is much larger than the storage that holds it"
             )
         result = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-        read_chunk(self._store, chunk, result)
+        whole = Box.whole(stored.shape)
+        read_rows([Asked(chunk.name, whole, [StoredBox(whole, self._store, chunk)])], [result])
         return torch.nn.Parameter(result, stored.requires_grad) if stored.is_parameter else result
 
     def materialised(self) -> Any:

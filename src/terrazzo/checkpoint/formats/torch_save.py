@@ -26,7 +26,7 @@ from terrazzo.checkpoint.formats.source import Source, make_ready, new_file
 from terrazzo.checkpoint.formats.stored import StoredBox
 from terrazzo.checkpoint.formats.table import TableReader, tensor_entry
 from terrazzo.checkpoint.formats.torch_archive import STORAGE_TYPES, Archive, StoredTensor, open_archive
-from terrazzo.checkpoint.formats.windows import Window, check_file, is_start_of_archive
+from terrazzo.checkpoint.formats.windows import Window, check_files, is_start_of_archive
 from terrazzo.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 from terrazzo.checkpoint.native.spans import strides_of
 from terrazzo.checkpoint.native.tensors import bytes_of
@@ -97,9 +97,7 @@ class TorchSave(Format):
         return TorchSaveReader(place)
 
     def verify(self, place: Place, progress: Callable[[int], None]) -> Checked:
-        checked = Checked()
-        check_file(checked, place.parent.store, place.name, progress)
-        return checked
+        return check_files(place.parent.store, [place.name], progress)
 
     def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
         make_ready(target, how)

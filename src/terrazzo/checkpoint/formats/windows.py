@@ -10,7 +10,7 @@ import io
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, NamedTuple
@@ -245,6 +245,14 @@ class Value(NamedTuple):
     start: int
     length: int
     is_tensor: bool
+
+
+def check_files(store: Store, keys: Iterable[str], progress: Callable[[int], None]) -> Checked:
+    """What is found in files: archives of `torch.save`, or safetensors data."""
+    checked = Checked()
+    for key in keys:
+        check_file(checked, store, key, progress)
+    return checked
 
 
 def check_file(

@@ -26,7 +26,7 @@ from terrazzo.checkpoint.formats.huggingface.writer import HuggingFaceWriter
 from terrazzo.checkpoint.formats.source import Source, copy_checkpoint, make_ready, new_file
 from terrazzo.checkpoint.formats.stored import StoredBox
 from terrazzo.checkpoint.formats.table import BoxReader, TableReader, tensor_entry
-from terrazzo.checkpoint.formats.windows import Header, Window, check_file, is_start_of_safetensors, read_header
+from terrazzo.checkpoint.formats.windows import Header, Window, check_files, is_start_of_safetensors, read_header
 from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata
 from terrazzo.checkpoint.native.root import check_shape
 from terrazzo.checkpoint.native.rows import Target
@@ -355,9 +355,7 @@ class HuggingFace(Format):
         return HuggingFaceReader(place)
 
     def verify(self, place: Place, progress: Callable[[int], None]) -> Checked:
-        checked = Checked()
-        for name in files_of(place.store, place.names())[0]:
-            check_file(checked, place.store, name, progress)
+        checked = check_files(place.store, files_of(place.store, place.names())[0], progress)
         if not checked.damage:
             HuggingFaceReader(place).read_metadata()  # does the index agree with the files?
         return checked
@@ -379,9 +377,7 @@ class Safetensors(Format):
         return HuggingFaceReader(place)
 
     def verify(self, place: Place, progress: Callable[[int], None]) -> Checked:
-        checked = Checked()
-        check_file(checked, place.parent.store, place.name, progress)
-        return checked
+        return check_files(place.parent.store, [place.name], progress)
 
     def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
         make_ready(target, how)
