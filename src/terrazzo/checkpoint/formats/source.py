@@ -106,9 +106,10 @@ class Source:
         check_names(self.metadata.state_dict_metadata)
         for name, entry in self.metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
+                dtype, requires_grad = entry.properties.dtype, entry.properties.requires_grad
                 for chunk in [chunk.box for chunk in entry.chunks] or [Box.whole(entry.size)]:
-                    for box in _parts(chunk, entry.properties.dtype.itemsize):
-                        form = form_of(entry.properties.dtype, tuple(entry.size), box, entry.properties.requires_grad)
+                    for part in row_major_windows(chunk.lengths, _CHUNK // dtype.itemsize):
+                        form = form_of(dtype, tuple(entry.size), part.shifted(chunk.offsets), requires_grad)
                         rows.append(Row(name, form, source=partial(self._chunk, name, form, progress)))
                 continue
             found = self.value(name)
@@ -177,13 +178,6 @@ def _is_small(entry: object) -> bool:
 
 def _typed(found: ObjectBytes, allow_pickle: bool) -> ObjectBytes:
     return ObjectBytes(found.value, encode(found.value, allow_pickle=allow_pickle))
-
-
-def _parts(box: Box, itemsize: int) -> list[Box]:
-    """A chunk, or its parts, if it is large."""
-    if box.numel * itemsize <= _CHUNK:
-        return [box]
-    return [part.shifted(box.offsets) for part in row_major_windows(box.lengths, _CHUNK // itemsize)]
 
 
 # ------------------------------------------------------------------ copying to another format

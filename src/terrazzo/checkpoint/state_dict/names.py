@@ -80,10 +80,6 @@ class Names:
 
     # -------------------------------------------------------------- tensors by name
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters by canonical name; a shared one once, under its first name."""
-        return {self.canonical(key): param for key, param in self._model.named_parameters()}
-
     def aliases(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by all their canonical names."""
         members: Iterable[tuple[str, torch.Tensor]] = (

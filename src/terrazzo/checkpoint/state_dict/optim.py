@@ -59,7 +59,7 @@ def get_optimizer_state_dict(
     options = checked(options)
     interop.reshard_all(model)
     names = Names(model, options.dsd_fqn_modifiers)
-    known = {id(param): name for name, param in names.parameters().items()}
+    known = {id(param): names.canonical(key) for key, param in model.named_parameters()}
     merged: OptimizerStateType = {STATE: {}, GROUPS: []}
     for optimizer in as_tuple(optimizers):
         by_index = complete_state(optimizer)

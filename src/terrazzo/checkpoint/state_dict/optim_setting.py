@@ -129,9 +129,9 @@ class Setter:
         nested = self._nested(given)
         loads = [(optimizer, self._for_optimizer(optimizer, nested)) for optimizer in self._optimizers]
         if self._options.strict:
-            known = {name for aliases in self._aliases.values() for name in aliases}
             listed = set(nested[STATE]).union(*(group[PARAMS] for group in nested[GROUPS]))
-            self._faults += [f"{name}: unexpected, not a parameter of the model" for name in sorted(listed - known)]
+            unknown = sorted(listed.difference(self._params))
+            self._faults += [f"{name}: unexpected, not a parameter of the model" for name in unknown]
         if self._faults:
             raise CheckpointMismatchError(
                 "the optimizer state dict does not fit:\n  "
@@ -145,17 +145,14 @@ class Setter:
 
     def _nested(self, given: Mapping[str, Any]) -> dict[str, Any]:
         if STATE in given and GROUPS in given:
-            nested = {STATE: dict(given[STATE]), GROUPS: list(given[GROUPS])}
-        else:
-            current = {
-                name: optimizer.state[param]
-                for optimizer in self._optimizers
-                for name, param in self._params.items()
-                if param in optimizer.state
-            }
-            every = [name for aliases in self._aliases.values() for name in aliases]
-            nested = unflatten(given, every, current)
-        return nested
+            return {STATE: dict(given[STATE]), GROUPS: list(given[GROUPS])}
+        current = {
+            name: optimizer.state[param]
+            for optimizer in self._optimizers
+            for name, param in self._params.items()
+            if param in optimizer.state
+        }
+        return unflatten(given, self._params, current)
 
     def _named(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """The state dict with names instead of the numbers that an optimizer's own `state_dict` has."""
@@ -244,9 +241,7 @@ class Setter:
     ) -> dict[Any, Any]:
         """The saved state of one parameter, in the layout that the optimizer uses."""
         current: Mapping[Any, Any] = optimizer.state.get(param) or {}
-        given = saved.get(name)
-        if given is None:
-            given = next((saved[alias] for alias in self._aliases[id(param)] if alias in saved), {})
+        given = next((saved[alias] for alias in (name, *self._aliases[id(param)]) if alias in saved), {})
         expected = current
         if not current or set(current) - set(given):
             expected = initial_state(optimizer, param, group)

@@ -300,13 +300,16 @@ class Contents:
         if isinstance(scaler, Mapping):
             self.add(("loss_scaler",), dict(scaler))
 
-    def add_untrained(self, file: OpenFile, known: set[str]) -> None:
-        """Add what the model's file has besides `known`: buffers, and parameters that were not trained."""
+    def has(self, name: str) -> bool:
+        """Whether this part of the model has been added."""
+        return f"module.{name}" in self.values
+
+    def add_untrained(self, file: OpenFile) -> None:
+        """Add what else the model's file has: buffers, and parameters that were not trained."""
         shared = file.value.get("shared_params") or {}
         for name, value in file.get("module", dict).items():
-            if name in known or name in shared:
-                continue
-            self.add(("module", name), in_file(file, value))
+            if not self.has(name) and name not in shared:
+                self.add(("module", name), in_file(file, value))
 
     def add_rest(self, files: Sequence[OpenFile], renamed: Sequence[Mapping[str, str]] | None = None) -> None:
         """Add everything that is neither the model nor the optimizer; for a pipeline, the joined lists of names.

@@ -192,13 +192,11 @@ def read_universal(folder: Place) -> Contents:
                 contents.add(("optimizer", "state", name, key), value)
     contents.add_param_groups(groups, names_by_group(shapes, groups, optimizer.where))
     contents.add_loss_scaler(optimizer.value.get("loss_scaler"))
-    known = {name for named in shapes for name in named}
     for name, tensor in frozen_tensors(first):
         contents.add(("module", name), tensor)
-        known.add(name)
     if first[0].value.get("module") is not None:  # for pipelines, ds_to_universal leaves the model's files out
-        _refuse_cut(by_model_rank, known)
-        contents.add_untrained(first[0], known)
+        _refuse_cut(by_model_rank, contents)
+        contents.add_untrained(first[0])
     contents.add_rest([files[0] for files in by_model_rank])
     return contents
 
@@ -227,9 +225,10 @@ def _check_files(zero: Place, names: Sequence[str]) -> None:
             raise CheckpointNotFoundError(f"{zero / name}: {', '.join(sorted(absent))} of this parameter is missing")
 
 
-def _refuse_cut(by_model_rank: Sequence[Sequence[OpenFile]], known: set[str]) -> None:
+def _refuse_cut(by_model_rank: Sequence[Sequence[OpenFile]], contents: Contents) -> None:
     first = by_model_rank[0][0]
-    others = set(first.get("module", dict)) - known - set(first.get("buffer_names", list))
+    others = {name for name in first.get("module", dict) if not contents.has(name)}
+    others -= set(first.get("buffer_names", list))
     others -= set(first.value.get("shared_params") or {})
     if len(by_model_rank) > 1 and others:
         raise CheckpointFormatError(

@@ -111,15 +111,13 @@ def apart(
         pairs: the parameters of each group, and its options.
         parts: among how many ranks the experts of a layer are divided, by `layer_of` its parameters.
     """
-    dense: list[tuple[Shapes, Mapping[str, Any], int]] = []
-    experts: list[tuple[Shapes, Mapping[str, Any], int]] = []
+    found: list[tuple[Shapes, Mapping[str, Any], int]] = []
     for shapes, options in pairs:
         by_parts: dict[int, dict[str, Sequence[int]]] = {}
         for name, shape in shapes.items():
             by_parts.setdefault(parts[layer_of(name)] if STACK in name else 0, {})[name] = shape
-        for number, own in by_parts.items():
-            (experts if number else dense).append((own, options, number))
-    return dense + experts
+        found += [(own, options, number) for number, own in by_parts.items()]
+    return sorted(found, key=lambda group: group[2] > 0)
 
 
 @dataclass(frozen=True, slots=True)

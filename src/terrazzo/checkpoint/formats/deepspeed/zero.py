@@ -60,15 +60,14 @@ def read_partitioned(folder: Place) -> Contents:
     _check_model_ranks(folder, stages, layers)
     renamed, shared = tied_names([stage.tied() for stage in stages], layers)
     contents = Contents()
-    known: set[str] = set()
     for stage, names in zip(stages, renamed, strict=True):
-        known |= _add_parameters(contents, stage, names)
+        _add_parameters(contents, stage, names)
     _add_param_groups(contents, stages, renamed)
     contents.add_rest([stage.models[0] for stage in stages], renamed)
     if layers:
         add_layers(contents, layers, shared)
     else:
-        contents.add_untrained(stages[0].models[0], known)
+        contents.add_untrained(stages[0].models[0])
     _add_experts(contents, folder)
     return contents
 
@@ -77,7 +76,7 @@ def _add_experts(contents: Contents, folder: Place) -> None:
     """Add what only the experts' files have, and give stacked parameters their shapes."""
     experts = expert_tensors(folder)
     for name, tensor in experts.items():
-        if f"module.{name}" not in contents.values:
+        if not contents.has(name):
             contents.add(("module", name), tensor)
     if experts:
         shapes = [{stacked_name(name): shape for name, shape in named} for named in contents.values["param_shapes"]]
@@ -283,20 +282,16 @@ def _flat_tensors(key: str, number: int, optims: Sequence[OpenFile], states: Seq
 # ------------------------------------------------------------------ parameters and their optimizer state
 
 
-def _add_parameters(contents: Contents, stage: _Stage, names: Mapping[str, str]) -> set[str]:
-    """Add the parameters of the partitions, with their optimizer state; returns their names."""
-    known: set[str] = set()
+def _add_parameters(contents: Contents, stage: _Stage, names: Mapping[str, str]) -> None:
+    """Add the parameters of the partitions, with their optimizer state."""
     for group in stage.groups:
         for placed in group.placed:
             name = names.get(placed.name, placed.name)
             contents.add(("module", name), joined(placed, group.weights))
-            known.add(name)
             for key, value in _state_of(placed, group):
                 contents.add(("optimizer", "state", name, key), value)
     for name, tensor in frozen_tensors(stage.models):
         contents.add(("module", name), tensor)
-        known.add(name)
-    return known
 
 
 def frozen_tensors(models: Sequence[OpenFile]) -> Iterator[tuple[str, Any]]:
@@ -377,7 +372,7 @@ def add_layers(contents: Contents, layers: Mapping[int, OpenFile], shared: Mappi
     for number, layer in sorted(layers.items()):
         for inner, value in layer.value.items():
             name = f"{number}.{inner}"
-            if name in shared or f"module.{name}" in contents.values:
+            if name in shared or contents.has(name):
                 continue
             contents.add(("module", name), in_file(layer, value))
     contents.add(("shared_params",), {**(contents.values.get("shared_params") or {}), **shared})
