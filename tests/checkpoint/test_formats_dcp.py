@@ -27,9 +27,12 @@ from terrazzo.checkpoint import (
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
+    Metadata,
+    SavePlan,
     load,
     save,
 )
+from terrazzo.checkpoint import TensorStorageMetadata as Described
 from terrazzo.checkpoint._fsspec_filesystem import FsspecReader
 from terrazzo.checkpoint.formats import DCPReader, DCPWriter, detect
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA
@@ -163,6 +166,27 @@ def test_torch_rebuilds_the_nested_dict_from_what_is_written(tmp_path: Path) -> 
     save(values(), storage_writer=DCPWriter(tmp_path / "c"))
     dcp_to_torch_save(tmp_path / "c", tmp_path / "x.pt")
     assert_same(torch.load(tmp_path / "x.pt", weights_only=False), values())
+
+
+class TuplesPlanner(DefaultSavePlanner):
+    """Makes metadata of its own, whose chunks are a tuple."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        entries: dict[str, Any] = {
+            name: dataclasses.replace(entry, chunks=tuple(entry.chunks)) if isinstance(entry, Described) else entry
+            for name, entry in metadata.state_dict_metadata.items()
+        }
+        return plans, dataclasses.replace(metadata, state_dict_metadata=entries)
+
+
+def test_torch_loads_what_a_planner_has_described_by_other_sequences(tmp_path: Path) -> None:
+    expected = values()
+    save(expected, storage_writer=DCPWriter(tmp_path), planner=TuplesPlanner())
+    assert b"terrazzo.layout" not in (tmp_path / METADATA).read_bytes(), "a class that PyTorch may not have"
+    state = blank(expected)
+    torch_load(state, tmp_path)
+    assert_same(state, expected)
 
 
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:

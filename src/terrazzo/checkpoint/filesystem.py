@@ -40,9 +40,10 @@ class InFolder:
 
     path: str | Path
     store: Store
+    sync_files: bool = True  # an option of writers
 
     def _open_store(self, path: str | os.PathLike[str]) -> Store:
-        return store_at(path)
+        return store_at(path, durable=self.sync_files)
 
     def _path(self, path: str | os.PathLike[str]) -> str | Path:
         return os.fspath(path) if is_url(path) else Path(path)
@@ -112,9 +113,6 @@ class FileSystemWriter(BlockingAsyncStager, InFolder, NativeWriter):
         self._sync_files = sync_files
         NativeWriter.__init__(self, self._open_store(path), options, overwrite=overwrite)
         self.path = self._path(path)
-
-    def _open_store(self, path: str | os.PathLike[str]) -> Store:
-        return store_at(path, durable=self._sync_files)
 
     @property
     def sync_files(self) -> bool:

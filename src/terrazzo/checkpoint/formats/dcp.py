@@ -45,7 +45,7 @@ from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.checkpoint.native.tensors import dtype_name
 from terrazzo.checkpoint.planner import TensorWriteData
 from terrazzo.checkpoint.storage import StorageReader, WriteResult
-from terrazzo.checkpoint.stores import Place, Store, Upload, store_at
+from terrazzo.checkpoint.stores import Place, Store, Upload
 from terrazzo.checkpoint.torch_api.items import item_of, merged_entries
 from terrazzo.checkpoint.torch_api.storages import RowWriter
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
@@ -206,9 +206,6 @@ class DCPWriter(InFolder, RowWriter):
         else:
             self._check_id(path)
         self._commit = Commit(self.store, METADATA)
-
-    def _open_store(self, path: str | os.PathLike[str]) -> Store:
-        return store_at(path, durable=self.sync_files)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._commit.release()
