@@ -32,17 +32,14 @@ _DOES: Final = {
         "repeat": "DUP",
         "stop": "STOP",
         "new": "EMPTY_LIST EMPTY_DICT EMPTY_TUPLE EMPTY_SET",
-        "from mark": "LIST DICT TUPLE FROZENSET OBJ INST",
         "tuple": "TUPLE1 TUPLE2 TUPLE3",
-        "append": "APPEND",
-        "append to mark": "APPENDS",
-        "add to mark": "ADDITEMS",
-        "set": "SETITEM",
-        "set to mark": "SETITEMS",
+        "make": "LIST DICT TUPLE FROZENSET OBJ INST REDUCE BUILD NEWOBJ NEWOBJ_EX STACK_GLOBAL",
+        "append": "APPEND APPENDS",
+        "add": "ADDITEMS",
+        "set": "SETITEM SETITEMS",
         "put": "PUT BINPUT LONG_BINPUT",
         "memoize": "MEMOIZE",
         "get": "GET BINGET LONG_BINGET",
-        "call": "REDUCE BUILD NEWOBJ NEWOBJ_EX STACK_GLOBAL",
         "persistent": "BINPERSID",
     }.items()
     for name in names.split()
@@ -58,10 +55,11 @@ _SIZES: Final = {
 
 
 def _about(op: pickletools.OpcodeInfo) -> tuple[str, int, int, int]:
-    """What an opcode does, the size and the lines of its argument, and how many values it takes from the stack."""
+    """What an opcode does, the size and the lines of its argument, and how many values it takes; 0: those at a mark."""
     size = 0 if op.arg is None else _SIZES.get(op.arg.n, op.arg.n)
     lines = 0 if op.arg is None or op.arg.n != pickletools.UP_TO_NEWLINE else 1 + op.arg.name.endswith("_pair")
-    return _DOES.get(op.name, "push"), size, lines, len(op.stack_before)
+    takes = 0 if pickletools.markobject in op.stack_before else len(op.stack_before)
+    return _DOES.get(op.name, "push"), size, lines, takes
 
 
 _OPCODES: Final = {ord(op.code): _about(op) for op in pickletools.opcodes if op.proto <= 5}
@@ -154,7 +152,7 @@ def _follow(source: _Bytes) -> int:
             source.need(position - size)
             size = int.from_bytes(data[position : position - size], "little") - size
         end = position + size
-        if end > len(data):
+        if end > available:
             source.need(end)
         while lines:
             end = source.line(end)
@@ -175,27 +173,20 @@ def _follow(source: _Bytes) -> int:
             marks.append(len(stack))
         elif what == "tuple":
             stack[-takes:] = [_joined(stack[-takes:])]
-        elif what == "from mark" or what == "call":
-            mark = marks.pop() if what == "from mark" else -takes
+        elif what == "make":
+            mark = -takes if takes else marks.pop()
             made = _joined(stack[mark:])
             cost += made[0]
             stack[mark:] = [list(made)]
         elif what == "new":
             stack.append([1, 0])
-        elif what == "set to mark" or what == "append to mark" or what == "add to mark":
-            mark = marks.pop()
+        elif what == "set" or what == "append" or what == "add":
+            mark = 1 - takes if takes else marks.pop()
             items = stack[mark:]
             del stack[mark:]
             _grow(stack[-1], items)
-            if what != "append to mark":
-                cost += sum(item[0] for item in (items[::2] if what == "set to mark" else items))
-        elif what == "set":
-            cost += stack[-2][0]
-            _grow(stack[-3], stack[-2:])
-            del stack[-2:]
-        elif what == "append":
-            _grow(stack[-2], stack[-1:])
-            del stack[-1:]
+            if what != "append":
+                cost += sum(item[0] for item in (items[::2] if what == "set" else items))
         elif what == "pop":
             if marks and marks[-1] == len(stack):
                 marks.pop()
