@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.checkpoint.formats.registry import find
-from terrazzo.checkpoint.formats.torch_storage import finish_as_torch, writer_of_torch
+from terrazzo.checkpoint.formats.torch_storage import TorchStorageWriter, writer_of_torch
 from terrazzo.checkpoint.metadata import Metadata
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.rows import Target
@@ -139,7 +139,7 @@ class FileSystemWriter(BlockingAsyncStager, InFolder, NativeWriter):
                 f"{self.store.location} holds a checkpoint in terrazzo's format, which would hide the one that "
                 f"{type(self).__name__} has written in PyTorch's: save elsewhere, or remove it first"
             )
-        finish_as_torch(self.path, metadata, results)
+        TorchStorageWriter(writer_of_torch(self.path)).finish(metadata, results)  # its `.metadata`
 
 
 class FileSystemReader(InFolder, NativeReader):

@@ -151,11 +151,6 @@ def writer_of_torch(path: str | os.PathLike[str]) -> Any:
         return FileSystemWriter(path)
 
 
-def finish_as_torch(path: str | os.PathLike[str], metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-    """Write PyTorch's `.metadata` for files that were written as PyTorch writes them, with these results."""
-    TorchStorageWriter(writer_of_torch(path)).finish(metadata, list(results))
-
-
 class TorchStorageReader(_Adapted, StorageReader):
     """Reads with a reader that was built for PyTorch."""
 

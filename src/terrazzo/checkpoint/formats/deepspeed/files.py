@@ -85,7 +85,7 @@ NAMES: Final[unpickle.Names] = MappingProxyType(
 
 def find_files(folder: Place) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """The files of model states and of optimizer states, by data-parallel rank, of each model rank: of each stage."""
-    models, optims = model_files(folder), _by_rank(folder, _names(folder), _OPTIM)
+    models, optims = model_files(folder), _by_rank(folder, _OPTIM)
     if optims and len(optims) != len(models):
         raise CheckpointNotFoundError(
             f"{folder}: there are model states of {len(models)} model ranks, and optimizer states of {len(optims)}"
@@ -93,20 +93,18 @@ def find_files(folder: Place) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     return list(zip(models, optims or [()] * len(models), strict=True))
 
 
-def _names(folder: Place) -> list[str]:
+def _matching(folder: Place, pattern: re.Pattern[str]) -> list[tuple[str, re.Match[str]]]:
+    """The files of a folder whose names match, and how."""
     names = sorted(folder.names())
     if UNFINISHED in names:
         raise CheckpointNotFoundError(f"{folder} is not complete: it is being written, or the save was killed")
-    return names
+    return [(name, match) for name in names if (match := pattern.fullmatch(name))]
 
 
 def layer_files(folder: Place) -> dict[int, str]:
     """The names of the files with a pipeline's layers, by number; none if the model is in other files."""
     found: dict[int, str] = {}
-    for name in _names(folder):
-        match = _LAYER.fullmatch(name)
-        if match is None:
-            continue
+    for name, match in _matching(folder, _LAYER):
         if int(match["mp"] or 0) != 0:
             raise tensor_parallel(folder / name)
         found[int(match["layer"])] = name
@@ -115,7 +113,7 @@ def layer_files(folder: Place) -> dict[int, str]:
 
 def expert_files(folder: Place) -> list[str]:
     """The names of the files with one expert of a layer each."""
-    found = [(name, match) for name in _names(folder) if (match := _EXPERT.fullmatch(name))]
+    found = _matching(folder, _EXPERT)
     for name, match in found:
         if match["layer"] is None:
             raise CheckpointFormatError(
@@ -137,19 +135,17 @@ def tensor_parallel(where: Place) -> CheckpointFormatError:
 
 def model_files(folder: Place) -> list[tuple[str, ...]]:
     """The names of the files of model states: for each rank of a model, by data-parallel rank."""
-    found = _by_rank(folder, _names(folder), _MODEL)
+    found = _by_rank(folder, _MODEL)
     if not found:
         raise CheckpointNotFoundError(f"{folder} has no file of model states")
     return found
 
 
-def _by_rank(folder: Place, names: list[str], pattern: re.Pattern[str]) -> list[tuple[str, ...]]:
+def _by_rank(folder: Place, pattern: re.Pattern[str]) -> list[tuple[str, ...]]:
     """For each rank of a model, by data-parallel rank."""
     found: dict[int, dict[int, str]] = {}
-    for name in names:
-        match = pattern.fullmatch(name)
-        if match is not None:
-            found.setdefault(int(match["mp"]), {})[int(match["dp"] or 0)] = name
+    for name, match in _matching(folder, pattern):
+        found.setdefault(int(match["mp"]), {})[int(match["dp"] or 0)] = name
     return [_complete(folder, "data-parallel", files) for files in _complete(folder, "model-parallel", found)]
 
 

@@ -159,11 +159,14 @@ def _stage_of(folder: Place, model_files: Sequence[str], optim_files: Sequence[s
     optims = [OpenFile(folder, name) for name in optim_files]
     shapes = shapes_of(model)
     states = [file.get("optimizer_state_dict", dict) for file in optims]
-    data_first = bool((model.value.get("ds_config") or {}).get("use_data_before_expert_parallelism"))
+    config = model.value.get("ds_config") or {}
+    data_first = bool(config.get("use_data_before_expert_parallelism"))
     groups, param_groups = _flat_groups(shapes, optims, states, data_first)
     _check_same_save(groups, optims, states)
     names = names_by_group(shapes, param_groups, optims[0].where)
-    if states[0].get("zero_stage") in (1, 2) and _in_turns(model.value):
+    zero = config.get("zero_optimization")
+    in_turns = isinstance(zero, dict) and zero.get("round_robin_gradients")
+    if in_turns and states[0].get("zero_stage") in (1, 2):
         if any(has_experts(members) for members in names):
             raise CheckpointFormatError(f"{model.where}: round_robin_gradients with experts cannot be read")
         names = [out_of_turns(members, len(optims)) for members in names]
@@ -198,12 +201,6 @@ def _in_common(file: OpenFile, rank: int, state: Mapping[str, Any], groups: Sequ
         for _, step in steps_in(group.states[rank], {}, file):
             common[f"the number of steps of group {number}"] = step.item()
     return common
-
-
-def _in_turns(model: Mapping[str, Any]) -> bool:
-    config = model.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
 
 
 def _flat_groups(
