@@ -116,10 +116,6 @@ class TableReader(BoxReader):
             self._metadata = self._described()
         return self._metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        super().set_up_storage_reader(metadata, is_coordinator)
-        self.read_metadata()
-
     def read_box(self, name: str, box: Box, target: torch.Tensor) -> int:
         self.read_metadata()
         self._used = True

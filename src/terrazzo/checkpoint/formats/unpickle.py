@@ -123,14 +123,6 @@ _ARRAY: Final = pickled("numpy.ndarray", _filled)
 _SCALAR: Final = pickled("a NumPy scalar", lambda self: _array(self.args[1], self.args[0], (), "C")[()])
 _FROM_BUFFER: Final = pickled("numpy.ndarray", lambda self: _array(*self.args))  # as protocol 5 has it
 _CORES: Final = ("numpy.core", "numpy._core")
-NUMPY_NAMES: Final[dict[tuple[str, str], Any]] = {
-    ("numpy", "dtype"): pickled("numpy.dtype", _dtype),
-    ("numpy", "ndarray"): _ARRAY,
-    **{(f"{core}.multiarray", "_reconstruct"): Call(lambda *_: _ARRAY()) for core in _CORES},
-    **{(f"{core}.multiarray", "scalar"): _SCALAR for core in _CORES},
-    **{(f"{core}.numeric", "_frombuffer"): _FROM_BUFFER for core in _CORES},
-}
-
 
 Names = Mapping[tuple[str, str], Any]
 
@@ -200,7 +192,11 @@ PLAIN: Final[Names] = MappingProxyType(
         **{(module, name): made for module in ("builtins", "__builtin__") for name, made in _BUILTINS.items()},
         **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
         **{(module, name): _PATH for module in ("pathlib", "pathlib._local") for name in _PATHS},
-        **NUMPY_NAMES,
+        ("numpy", "dtype"): pickled("numpy.dtype", _dtype),
+        ("numpy", "ndarray"): _ARRAY,
+        **{(f"{core}.multiarray", "_reconstruct"): Call(lambda *_: _ARRAY()) for core in _CORES},
+        **{(f"{core}.multiarray", "scalar"): _SCALAR for core in _CORES},
+        **{(f"{core}.numeric", "_frombuffer"): _FROM_BUFFER for core in _CORES},
         ("_codecs", "encode"): Call(_bytes_from_text),
         ("collections", "OrderedDict"): collections.OrderedDict,
         ("collections", "defaultdict"): Call(_defaultdict),

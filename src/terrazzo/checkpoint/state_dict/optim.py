@@ -62,11 +62,10 @@ def get_optimizer_state_dict(
     known = {id(param): names.canonical(key) for key, param in model.named_parameters()}
     merged: OptimizerStateType = {STATE: {}, GROUPS: []}
     for optimizer in as_tuple(optimizers):
-        by_index = complete_state(optimizer)
         if interop.fsdp1_modules(model):
-            named = get_with_fsdp1(model, optimizer, by_index, names, options)
+            named = get_with_fsdp1(model, optimizer, names, options)
         else:
-            named = _by_name(optimizer, by_index, known)
+            named = _by_name(optimizer, known)
         merged[STATE].update(named[STATE])
         merged[GROUPS].extend(named[GROUPS])
     if submodules:
@@ -109,7 +108,8 @@ def set_optimizer_state_dict(
 # ------------------------------------------------------------------ details of reading
 
 
-def _by_name(optimizer: torch.optim.Optimizer, by_index: Mapping[str, Any], known: Mapping[int, str]) -> dict[str, Any]:
+def _by_name(optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> dict[str, Any]:
+    by_index = complete_state(optimizer)
     ordered = [param for group in optimizer.param_groups for param in group[PARAMS]]
     strangers = [tuple(param.shape) for param in ordered if id(param) not in known]
     if strangers:
@@ -195,14 +195,11 @@ def set_state_dict(
 
 
 def get_with_fsdp1(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    by_index: dict[str, Any],
-    names: Names,
-    options: StateDictOptions,
+    model: nn.Module, optimizer: torch.optim.Optimizer, names: Names, options: StateDictOptions
 ) -> dict[str, Any]:
     none: dict[str, Any] = {STATE: {}, GROUPS: []}  # on ranks that get nothing
-    return renamed(none | interop.fsdp1_optim_state(model, optimizer, by_index, options), names.canonical)
+    named = interop.fsdp1_optim_state(model, optimizer, complete_state(optimizer), options)
+    return renamed(none | named, names.canonical)
 
 
 def set_with_fsdp1(
@@ -225,7 +222,7 @@ def _nested(
     model: nn.Module, optimizer: torch.optim.Optimizer, flat: Mapping[str, Any], names: Names
 ) -> dict[str, Any]:
     """The nested form, with the optimizer's present groups."""
-    live = get_with_fsdp1(model, optimizer, complete_state(optimizer), names, StateDictOptions())
+    live = get_with_fsdp1(model, optimizer, names, StateDictOptions())
     nested = unflatten(flat, [name for group in live[GROUPS] for name in group[PARAMS]], live[STATE])
     saved = {group[PARAMS][0]: group for group in nested[GROUPS]}
     groups = [
