@@ -264,7 +264,7 @@ class Looking(HuggingFaceWriter):
     """Looks at the files before this rank writes to them."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        self.sizes = [entry.size for entry in self.place.store.list(".hf-")]
+        self.sizes = [entry.size for entry in self.store.list(".hf-")]
         return super().write_data(plan, planner)
 
 

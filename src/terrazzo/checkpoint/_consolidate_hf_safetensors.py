@@ -16,6 +16,7 @@ from terrazzo.checkpoint.formats.huggingface.layout import read_index, shard_nam
 from terrazzo.checkpoint.formats.source import copy_checkpoint
 from terrazzo.checkpoint.hf_storage import HuggingFaceStorageWriter
 from terrazzo.checkpoint.run.coordination import find_team
+from terrazzo.checkpoint.stores import Place
 from terrazzo.checkpoint.stores.places import doing
 from terrazzo.errors import CheckpointMismatchError
 
@@ -42,7 +43,7 @@ def consolidate_safetensors_files(
     count = max(fqn_to_index_mapping.values())
     files = {name: shard_name(number - 1, count) for name, number in fqn_to_index_mapping.items()}
     writer = HuggingFaceStorageWriter(output_dir, dict(fqn_to_index_mapping))
-    place, index = writer.place, writer.metadata_path
+    place, index = Place(output_dir), writer.metadata_path
     if str(reader.place) == str(place) and (place / index).is_file() and read_index(place.store, index) == files:
         return
     chosen = {name: entry for name, entry in there.items() if name in fqn_to_index_mapping}

@@ -230,14 +230,13 @@ def lay_out(
             if name not in numbers or numbers[name] < 1:
                 raise UnsupportedValueError(f"{name}: nothing says which file it belongs to")
             groups[numbers[name] - 1].append(name)
-    files, slots = [], {}
+    files: list[FileLayout] = []
+    slots: dict[str, Slot] = {}
     for number, group in enumerate(groups or [[]]):
         ordered = sorted(group, key=lambda name: (-_ORDER.index(CODES[tensors[name].dtype]), name))
         header, starts = _header(ordered, tensors, metadata or {})
         size = starts.pop()
-        slots.update(
-            {name: Slot(number, start, *tensors[name]) for name, start in zip(ordered, starts, strict=True)},
-        )
+        slots |= {name: Slot(number, start, *tensors[name]) for name, start in zip(ordered, starts, strict=True)}
         files.append(FileLayout(header, size, tuple(ordered)))
     return WeightsLayout(tuple(files), slots)
 

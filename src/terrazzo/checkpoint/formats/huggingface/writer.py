@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
+from terrazzo.checkpoint.filesystem import InFolder
 from terrazzo.checkpoint.formats.huggingface.layout import (
     STEM,
     About,
@@ -43,13 +44,12 @@ from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.storage import WriteResult
 from terrazzo.checkpoint.stores import LocalStore, Place, Store, Upload
-from terrazzo.checkpoint.stores.places import is_url
 from terrazzo.checkpoint.torch_api.storages import RowWriter
 from terrazzo.comm.control import DEFAULT_TIMEOUT, ControlPlane
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 
 
-class HuggingFaceWriter(RowWriter):
+class HuggingFaceWriter(InFolder, RowWriter):
     """Writes a flat state dict of tensors as safetensors files.
 
     Args:
@@ -75,7 +75,8 @@ class HuggingFaceWriter(RowWriter):
         process_group: Any = None,
         overwrite: bool = True,
     ) -> None:
-        self.place = path if isinstance(path, Place) else Place(path)
+        place = path if isinstance(path, Place) else Place(path)
+        self.path, self.store = place.path, place.store
         self.overwrite = overwrite
         self._given = layout
         self._make_layout = make_layout
@@ -95,27 +96,19 @@ class HuggingFaceWriter(RowWriter):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_replacing": None, "_last": None}  # these belong to a process
 
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the next checkpoint goes."""
-        return self.place.path
-
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._release()
         self._replacing = None
-        if checkpoint_id is not None:
-            self.place = Place(checkpoint_id)
+        self._check_id(checkpoint_id)
         self._layout, self._last, self._committed = None, None, False
         self._own, self._bytes_written = set(), []
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        self._store.prepare()
+        self.store.prepare()
         self.save_id = uuid.uuid4().hex[:12]
         if is_coordinator:
-            check_is_found(self.place, "huggingface")
-            self._replacing = Replacing(
-                self._store, self._stem, [*self._beside], self.save_id, overwrite=self.overwrite
-            )
+            check_is_found(Place(self.store), "huggingface")
+            self._replacing = Replacing(self.store, self._stem, [*self._beside], self.save_id, overwrite=self.overwrite)
             self._usual_names = self._replacing.usual_names
 
     def about(self, rows: Sequence[Row]) -> bytes:
@@ -135,9 +128,9 @@ class HuggingFaceWriter(RowWriter):
             for about in abouts:
                 tensors.update(messages.decode(about, dict))
             layout = self._make_layout(tensors)
-        if isinstance(self._store, LocalStore):  # before other ranks open them
+        if isinstance(self.store, LocalStore):  # before other ranks open them
             for number, file in enumerate(layout.files):
-                self._store.reserve(self._part(number), file.size)
+                self.store.reserve(self._part(number), file.size)
         return messages.encode((self.save_id, self._usual_names, len(abouts), layout if self._given is None else None))
 
     def write(self, rows: Sequence[Row], arranged: bytes, rank: int) -> _Written:
@@ -147,8 +140,8 @@ class HuggingFaceWriter(RowWriter):
         for row in rows:
             if row.name not in layout.slots:
                 raise CheckpointError(f"{row.name!r}: the plan has it, but the layout of the files does not")
-        if isinstance(self._store, LocalStore):
-            self._write_shared(self._store, layout, rows)
+        if isinstance(self.store, LocalStore):
+            self._write_shared(self.store, layout, rows)
         else:
             self._write_streamed(layout, rows, ranks)
         results = _Written(layout.digest, self._bytes_written)
@@ -166,7 +159,7 @@ class HuggingFaceWriter(RowWriter):
                     f"have to be the same on all ranks"
                 )
             written = [one + other for one, other in zip(written, of_rank.per_file, strict=True)]
-        if isinstance(self._store, LocalStore):
+        if isinstance(self.store, LocalStore):
             self._check_whole(written)
         try:
             self._commit()
@@ -178,7 +171,7 @@ class HuggingFaceWriter(RowWriter):
         self._release()
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(str(self.place), self.save_id)
+        return StorageMeta(self.store.location, self.save_id)
 
     def encode_results(self, results: Sequence[WriteResult]) -> bytes:
         if not isinstance(results, _Written):
@@ -204,19 +197,11 @@ class HuggingFaceWriter(RowWriter):
     def abandon(self) -> None:
         if self._last is not None:
             self._last.abort()
-        parts = parts_of(self._store, self.save_id)
-        self._store.delete([*parts, *self._own])
+        parts = parts_of(self.store, self.save_id)
+        self.store.delete([*parts, *self._own])
         self._release()
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return is_url(checkpoint_id) or not Place(checkpoint_id).is_file()
-
     # -------------------------------------------------------------- names
-
-    @property
-    def _store(self) -> Store:
-        return self.place.store
 
     @property
     def _known_layout(self) -> WeightsLayout:
@@ -270,7 +255,7 @@ class HuggingFaceWriter(RowWriter):
         self._bytes_written = [0] * len(layout.files)
 
         def begin(number: int) -> Upload:
-            return self._store.stream(self._final(number))
+            return self.store.stream(self._final(number))
 
         def keep(number: int, upload: Upload) -> None:
             if self._is_single:  # it takes the place of another in the moment of the commit
@@ -300,7 +285,7 @@ class HuggingFaceWriter(RowWriter):
     def _check_whole(self, written: Sequence[int]) -> None:
         for number, file in enumerate(self._known_layout.files):
             expected = file.data_size
-            if written[number] != expected or self._store.stat(self._part(number)).size != file.size:
+            if written[number] != expected or self.store.stat(self._part(number)).size != file.size:
                 raise CheckpointError(
                     f"of the {expected} bytes of {self._final(number)}, with {', '.join(file.names[:3])} and more, the "
                     f"ranks have written {written[number]}: they have not the same model, or not the same folder"
@@ -316,20 +301,20 @@ class HuggingFaceWriter(RowWriter):
         with replacing.committing():
             check_is_found(self.place, "huggingface")  # once more: a save in another format may have committed
             replacing.check_unchanged()
-            replacing.check_alive([] if self._is_single or isinstance(self._store, LocalStore) else finals)
+            replacing.check_alive([] if self._is_single or isinstance(self.store, LocalStore) else finals)
             for name, data in self._beside.items():
-                self._store.put(name, data)
+                self.store.put(name, data)
             index = None
             if self._is_single:
-                if isinstance(self._store, LocalStore):
-                    self._store.rename({self._part(0): single_name(self._stem)})
+                if isinstance(self.store, LocalStore):
+                    self.store.rename({self._part(0): single_name(self._stem)})
                 elif self._last is not None:
                     self._last.finish()
                     self._last = None
             else:
-                if isinstance(self._store, LocalStore):
+                if isinstance(self.store, LocalStore):
                     self._own.update(finals)
-                    self._store.rename({self._part(number): name for number, name in enumerate(finals)})
+                    self.store.rename({self._part(number): name for number, name in enumerate(finals)})
                 weight_map = {name: finals[slot.file] for name, slot in layout.slots.items()}
                 content = encode_index(weight_map, layout.total_size)
                 index = replacing.index.put(content)
