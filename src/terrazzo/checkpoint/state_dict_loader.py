@@ -11,7 +11,8 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from typing import Any, Final, Literal
 
 import torch
@@ -185,9 +186,9 @@ class _ObjectsPlanner(DefaultLoadPlanner):
         stored = metadata.state_dict_metadata
         for path, found in objects:
             if isinstance(found, torch.optim.Optimizer):
-                _complete(found, _at(state_dict, path), ".".join(path), stored)
+                _complete(found, reduce(getitem, path, state_dict), ".".join(map(str, path)), stored)
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        beneath = tuple(".".join(path) + "." for path, _ in objects)
+        beneath = tuple(".".join(map(str, path)) + "." for path, _ in objects)
         # The names of values that each rank has for itself end in the rank.
         left = [name for name in stored if name.startswith(beneath) and name not in self.state_dict and "@" not in name]
         if left:
@@ -195,21 +196,14 @@ class _ObjectsPlanner(DefaultLoadPlanner):
             LOGGER.warning("not loaded, because the state dicts of the objects do not have it: %s", names)
 
 
-def _objects(state: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Stateful]]:
+def _objects(state: Mapping[Any, Any], path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Stateful]]:
     """The stateful objects in a state, and their paths."""
     for key, value in state.items():
-        here = (*path, str(key))
+        here = (*path, key)
         if type(value) is dict:
             yield from _objects(value, here)
         elif not isinstance(value, (torch.Tensor, type)) and isinstance(value, Stateful):
             yield here, value
-
-
-def _at(state: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    value: Any = state
-    for key in path:
-        value = {str(name): each for name, each in value.items()}[key]
-    return value
 
 
 def _complete(

@@ -186,9 +186,9 @@ def read_universal(folder: Place) -> Contents:
     for number, named in enumerate(shapes):
         options = entry(groups, group_of(groups, number, optimizer.where), dict, optimizer.where)
         for name, shape in named.items():
-            contents.add(("module", name), alone_in_file(folder / FOLDER / name, _WEIGHT + _END, shape))
-            steps = _steps(folder / FOLDER / name, optimizer, number, options)
-            for key, value in (*_moments(folder, name, shape), *steps):
+            own = folder / FOLDER / name
+            contents.add(("module", name), alone_in_file(own, _WEIGHT + _END, shape))
+            for key, value in (*_moments(own, shape), *_steps(own, optimizer, number, options)):
                 contents.add(("optimizer", "state", name, key), value)
     contents.add_param_groups(groups, names_by_group(shapes, groups, optimizer.where))
     contents.add_loss_scaler(optimizer.value.get("loss_scaler"))
@@ -237,12 +237,12 @@ def _refuse_cut(by_model_rank: Sequence[Sequence[OpenFile]], contents: Contents)
         )
 
 
-def _moments(folder: Place, name: str, shape: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
+def _moments(own: Place, shape: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
     """The optimizer's state for each element of a parameter."""
-    for file in sorted((folder / FOLDER / name).names()):
+    for file in sorted(own.names()):
         key = file.removesuffix(_END)
         if file.endswith(_END) and key not in (_WEIGHT, _STEP):
-            yield key, alone_in_file(folder / FOLDER / name, file, shape)
+            yield key, alone_in_file(own, file, shape)
 
 
 def _steps(own: Place, optimizer: OpenFile, number: int, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
