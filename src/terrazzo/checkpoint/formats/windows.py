@@ -239,12 +239,15 @@ _OLD: Final = f"some values are stored without checksums, and were not read; {_S
 
 
 class Value(NamedTuple):
-    """A value in a file that has several."""
+    """A value in a file that has several, or all that is in a file."""
 
-    name: str
-    start: int
-    length: int
-    is_tensor: bool
+    name: str | None = None
+    start: int = 0
+    length: int | None = None
+    is_tensor: bool = True
+
+
+_ALL: Final = Value()
 
 
 def check_files(store: Store, keys: Iterable[str], progress: Callable[[int], None]) -> Checked:
@@ -255,24 +258,20 @@ def check_files(store: Store, keys: Iterable[str], progress: Callable[[int], Non
     return checked
 
 
-def check_file(
-    checked: Checked, store: Store, key: str, progress: Callable[[int], None], value: Value | None = None
-) -> None:
+def check_file(checked: Checked, store: Store, key: str, progress: Callable[[int], None], value: Value = _ALL) -> None:
     """Add the damage of a file, or of a value in it: an archive of `torch.save`, or safetensors data."""
-    start, length = (0, None) if value is None else (value.start, value.length)
-    name = None if value is None else value.name
     try:
         file = file_at(store, key)
-        window = Window(store, file, start, length)
+        window = Window(store, file, value.start, value.length)
         if is_zip(window):
-            _check_records(checked, window, progress, name)
-        elif is_archive(window) or (value is not None and not value.is_tensor):
+            _check_records(checked, window, progress, value.name)
+        elif is_archive(window) or not value.is_tensor:
             checked.unchecked = _OLD
         else:
-            _check_header(checked, Window(store, file, start))
+            _check_header(checked, Window(store, file, value.start))
             checked.unchecked = NO_SUMS
     except (CheckpointError, OSError) as error:
-        checked.damage.append(Damage(key, str(error), name))
+        checked.damage.append(Damage(key, str(error), value.name))
 
 
 def _check_records(checked: Checked, window: Window, progress: Callable[[int], None], name: str | None) -> None:

@@ -178,9 +178,7 @@ def _check_same_save(
     groups: Sequence[_FlatGroup], optims: Sequence[OpenFile], states: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raise if a rank's file is of another save, because values that are equal on all ranks differ in it."""
-    first, *others = (
-        _in_common(file, rank, state, groups) for rank, (file, state) in enumerate(zip(optims, states, strict=True))
-    )
+    first, *others = [_in_common(file, rank, states[rank], groups) for rank, file in enumerate(optims)]
     for file, other in zip(optims[1:], others, strict=True):
         for what, value in other.items():
             if value != first.get(what):
@@ -194,9 +192,7 @@ def _in_common(file: OpenFile, rank: int, state: Mapping[str, Any], groups: Sequ
     common = {key: state.get(key) for key in ("ds_version", "zero_stage", "partition_count")}
     scaler = state.get("loss_scaler")
     if isinstance(scaler, dict):
-        common |= {
-            f"loss_scaler.{key}": value for key, value in scaler.items() if isinstance(value, int | float | bool)
-        }
+        common |= {f"loss_scaler.{key}": value for key, value in scaler.items() if isinstance(value, int | float)}
     for number, group in enumerate(groups):
         for _, step in steps_in(group.states[rank], {}, file):
             common[f"the number of steps of group {number}"] = step.item()

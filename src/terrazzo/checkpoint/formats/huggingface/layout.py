@@ -133,10 +133,10 @@ def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
 # ------------------------------------------------------------------ names
 
 
-_UNITS: Final = {"": 1, "B": 1} | {
+_UNITS: Final = {"": 1, "B": 1} | {  # in capitals
     f"{letter}{kind}": base ** (power + 1)
     for power, letter in enumerate("KMGT")
-    for kind, base in (("B", 1000), ("iB", 1024))
+    for kind, base in (("B", 1000), ("IB", 1024))
 }
 _SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 # The order in which the library puts dtypes, from last to first.
@@ -249,10 +249,9 @@ def size_in_bytes(size: int | str) -> int:
     """
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
-        units = {name.upper(): factor for name, factor in _UNITS.items()}
-        if match is None or match[2].upper() not in units:
+        if match is None or match[2].upper() not in _UNITS:
             raise CheckpointValueError(f"{size!r} is no size; write it as '5GB', '500MB' or '512MiB'")
-        size = int(float(match[1]) * units[match[2].upper()])
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
     if size < 1:
         raise CheckpointValueError(f"a file cannot be limited to {size} bytes")
     return size
