@@ -24,8 +24,7 @@ from terrazzo.checkpoint.run.save_session import SaveSession
 from terrazzo.checkpoint.run.staging import AsyncStager, Staging
 from terrazzo.checkpoint.stateful import resolve_stateful
 from terrazzo.checkpoint.storage import StorageWriter
-from terrazzo.checkpoint.stores import Store
-from terrazzo.checkpoint.stores.places import is_url, store_at
+from terrazzo.checkpoint.stores import Store, is_url, store_at
 
 
 class AsyncCheckpointerType(Enum):

@@ -16,9 +16,8 @@ from typing import Any, Final
 import torch
 
 from terrazzo._torch.replaced import originals
-from terrazzo.checkpoint.formats import unpickle
 from terrazzo.checkpoint.formats.torch_storage import to_theirs
-from terrazzo.checkpoint.formats.unpickle import Call, Pickled, pickled
+from terrazzo.checkpoint.formats.unpickle import PLAIN, Call, Names, Pickled, load_tree, pickled
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -157,9 +156,9 @@ _CLASSES: Final = {
     "StorageMeta": pickled("StorageMeta", _storage_meta),
     "_MEM_FORMAT_ENCODING": _NUMBER,
 }
-_NAMES: Final[unpickle.Names] = MappingProxyType(
+_NAMES: Final[Names] = MappingProxyType(
     {
-        **unpickle.PLAIN,
+        **PLAIN,
         **{(module, name): made for module in _MODULES for name, made in _CLASSES.items()},
         ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _PROPERTIES,
         ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _NUMBER,
@@ -171,7 +170,7 @@ _NAMES: Final[unpickle.Names] = MappingProxyType(
 
 def parse(data: bytes | bytearray, where: str) -> Metadata:
     """The contents of a `.metadata` file."""
-    metadata = unpickle.load_tree(io.BytesIO(data), where, names=_NAMES)
+    metadata = load_tree(io.BytesIO(data), where, names=_NAMES)
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise CheckpointFormatError(f"{where}: not the metadata of a torch DCP checkpoint")
     for index, location in metadata.storage_data.items():

@@ -361,7 +361,9 @@ def _rebuild_parameter(data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
     return StoredTensor(data.storage, data.dtype, data.offset, data.shape, data.strides, True, bool(requires_grad))
 
 
-def _refused(what: str) -> Call:
+def refused(what: str) -> Call:
+    """A function that raises an error if a pickle calls it."""
+
     def refuse(*_: Any) -> Any:
         raise CheckpointFormatError(f"the file holds {what}, which is not supported; convert it to a plain tensor")
 
@@ -402,11 +404,11 @@ TORCH_NAMES: Final[unpickle.Names] = MappingProxyType(
         ),
         ("torch._utils", "_rebuild_parameter"): Call(_rebuild_parameter),
         ("torch._utils", "_rebuild_parameter_with_state"): Call(_rebuild_parameter),
-        ("torch._utils", "_rebuild_sparse_tensor"): _refused("a sparse tensor"),
-        ("torch._utils", "_rebuild_qtensor"): _refused("a quantised tensor"),
-        ("torch._utils", "_rebuild_nested_tensor"): _refused("a nested tensor"),
-        ("torch._utils", "_rebuild_meta_tensor_no_storage"): _refused("a meta tensor"),
-        ("torch._utils", "_rebuild_wrapper_subclass"): _refused("a tensor of another class"),
-        ("torch._tensor", "_rebuild_from_type_v2"): _refused("a tensor of another class"),
+        ("torch._utils", "_rebuild_sparse_tensor"): refused("a sparse tensor"),
+        ("torch._utils", "_rebuild_qtensor"): refused("a quantised tensor"),
+        ("torch._utils", "_rebuild_nested_tensor"): refused("a nested tensor"),
+        ("torch._utils", "_rebuild_meta_tensor_no_storage"): refused("a meta tensor"),
+        ("torch._utils", "_rebuild_wrapper_subclass"): refused("a tensor of another class"),
+        ("torch._tensor", "_rebuild_from_type_v2"): refused("a tensor of another class"),
     }
 )

@@ -32,8 +32,7 @@ from terrazzo.checkpoint.native.spans import strides_of
 from terrazzo.checkpoint.native.tensors import bytes_of
 from terrazzo.checkpoint.plan.flatten import flattened, paths_to_store, set_element
 from terrazzo.checkpoint.storage import StorageReader
-from terrazzo.checkpoint.stores import Place
-from terrazzo.checkpoint.stores.base import Upload
+from terrazzo.checkpoint.stores import Place, Upload
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
 
 

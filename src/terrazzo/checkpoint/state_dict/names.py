@@ -18,7 +18,6 @@ from torch import nn
 from terrazzo._torch.modules import children_of
 from terrazzo.checkpoint.plan.sharded import is_sharded
 from terrazzo.checkpoint.state_dict import interop
-from terrazzo.checkpoint.state_dict.interop import wrapper_of
 from terrazzo.errors import UnsupportedValueError
 
 
@@ -51,7 +50,7 @@ class Names:
         module: nn.Module | None = self._model
         key: list[str] = []
         for part in name.split("."):
-            while module is not None and (wrapper := wrapper_of(module)) is not None:
+            while module is not None and (wrapper := interop.wrapper_of(module)) is not None:
                 if wrapper.shown:
                     key.append(wrapper.inner)
                 module = getattr(module, wrapper.inner)
@@ -61,7 +60,7 @@ class Names:
 
     def _enter(self, module: nn.Module | None, part: str) -> tuple[nn.Module | None, bool]:
         """Step through wrappers and hidden children; returns whether `part` was the name of one of them."""
-        while module is not None and (wrapper := wrapper_of(module)) is not None:
+        while module is not None and (wrapper := interop.wrapper_of(module)) is not None:
             module = getattr(module, wrapper.inner)
             if part == wrapper.inner:
                 return module, True

@@ -20,10 +20,9 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from terrazzo.checkpoint.formats import unpickle
 from terrazzo.checkpoint.formats.stored import StoredBox, file_at
-from terrazzo.checkpoint.formats.torch_archive import TORCH_NAMES, Archive, StoredTensor, open_archive
-from terrazzo.checkpoint.formats.unpickle import Call, pickled
+from terrazzo.checkpoint.formats.torch_archive import TORCH_NAMES, Archive, StoredTensor, open_archive, refused
+from terrazzo.checkpoint.formats.unpickle import Call, Names, pickled
 from terrazzo.checkpoint.formats.windows import Window
 from terrazzo.checkpoint.native.spans import strides_of
 from terrazzo.checkpoint.stores import Place
@@ -46,18 +45,12 @@ _LAYER: Final = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<mp>\d+))?-model_s
 _EXPERT: Final = re.compile(r"(?:layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
 
 
-class _TensorClass:
-    """A stand-in for the class `torch.Tensor`."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: Any) -> None:
-        raise UnsafePickleError("a pickle tries to change a class")
+_TENSOR_CLASS: Final = refused("a tensor of another class")  # if it is called
 
 
 def _with_attributes(rebuild: Any, kind: Any, args: Any, attributes: Any) -> Any:
     """A tensor without the attributes that DeepSpeed has set on it."""
-    if not isinstance(rebuild, Call) or not isinstance(kind, _TensorClass) or type(args) is not tuple:
+    if not isinstance(rebuild, Call) or kind is not _TENSOR_CLASS or type(args) is not tuple:
         raise UnsafePickleError("a pickle makes a tensor of an unknown class")
     return rebuild(*args)
 
@@ -69,10 +62,10 @@ def _stage(value: Any) -> int:
 
 
 _FIELDS: Final = pickled("deepspeed", lambda self: dict(self.fields))  # an object, as a dict of its attributes
-NAMES: Final[unpickle.Names] = MappingProxyType(
+NAMES: Final[Names] = MappingProxyType(
     {
         **TORCH_NAMES,
-        ("torch", "Tensor"): _TensorClass(),
+        ("torch", "Tensor"): _TENSOR_CLASS,
         ("torch._tensor", "_rebuild_from_type_v2"): Call(_with_attributes),
         ("deepspeed.runtime.zero.config", "ZeroStageEnum"): Call(_stage),
         ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): _FIELDS,

@@ -94,7 +94,7 @@ class HuggingFaceReader(TableReader):
     def rows_of(self, name: str) -> list[StoredBox]:
         if name not in self._parts:
             self.value(name)
-        return [StoredBox(box, self._store, chunk) for box, chunk in self._parts[name]]
+        return [StoredBox(box, self._folder.store, chunk) for box, chunk in self._parts[name]]
 
     def value(self, name: str) -> Any:
         raise CheckpointFormatError(f"{self.place} has no {name!r}: safetensors files hold tensors only")
@@ -123,13 +123,9 @@ class HuggingFaceReader(TableReader):
 
     # -------------------------------------------------------------- what is there
 
-    @property
-    def _store(self) -> Store:
-        return self._folder.store
-
     def _find(self) -> tuple[list[str], dict[str, str]]:
-        present = self.files_at(self._store)
-        files, weight_map = files_of(self._store, present)
+        present = self.files_at(self._folder.store)
+        files, weight_map = files_of(self._folder.store, present)
         if not files:
             raise CheckpointNotFoundError(f"there is no file *{SUFFIX} at {self.place}")
         absent = sorted(set(files).difference(present))
@@ -139,9 +135,9 @@ class HuggingFaceReader(TableReader):
 
     def _headers(self, files: Sequence[str]) -> list[Header]:
         def read(name: str) -> Header:
-            return read_header(Window(self._store, self.file_at(self._store, name)))
+            return read_header(Window(self._folder.store, self.file_at(self._folder.store, name)))
 
-        return results_of([partial(read, name) for name in files], self._store.caps.depth, "terrazzo-headers")
+        return results_of([partial(read, name) for name in files], self._folder.store.caps.depth, "terrazzo-headers")
 
     def _made_of(self, headers: Sequence[Header], weight_map: dict[str, str]) -> Metadata:
         parts: dict[str, list[tuple[Box, StoredChunk]]] = {}
@@ -162,7 +158,7 @@ class HuggingFaceReader(TableReader):
         entries = {name: self._entry(name, found) for name, found in parts.items()}
         self._quantised = {}
         if self._dequantise is not None:
-            self._quantised = find_quantised(entries, self._store, self._block, str(self.place))
+            self._quantised = find_quantised(entries, self._folder.store, self._block, str(self.place))
             for name, found in self._quantised.items():
                 entries[name].properties = TensorProperties(self._dequantise)
                 del entries[found.scale]
