@@ -276,16 +276,15 @@ class Contents:
         self.values[name] = value
         self.paths[name] = path
 
-    def add_param_groups(self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> None:
-        """Add the optimizer's options, with the names of their parameters."""
+    def add_param_groups(
+        self, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], scaler: Any
+    ) -> None:
+        """Add the optimizer's options, with the names of their parameters, and the loss scaler's state if it is one."""
         for number, (options, members) in enumerate(zip(groups, names, strict=True)):
             for key, value in options.items():
                 if key not in ("params", "step"):
                     self.add(("optimizer", "param_groups", number, key), value)
             self.add(("optimizer", "param_groups", number, "params"), list(members))
-
-    def add_loss_scaler(self, scaler: Any) -> None:
-        """Add the state of the loss scaler, if there is one."""
         if isinstance(scaler, Mapping):
             self.add(("loss_scaler",), dict(scaler))
 

@@ -40,7 +40,7 @@ from terrazzo.checkpoint.formats.deepspeed.writing import (
     param_group,
     write_file,
 )
-from terrazzo.checkpoint.formats.deepspeed.zero import frozen_tensors, read_partitioned
+from terrazzo.checkpoint.formats.deepspeed.zero import add_frozen, read_partitioned
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.source import Source
 from terrazzo.checkpoint.formats.stored import StoredBox
@@ -166,7 +166,8 @@ def _is_tag(names: Iterable[str]) -> bool:
 
 FOLDER: Final = "zero"
 OPTIMIZER: Final = "optimizer_state.pt"
-_WEIGHT, _STEP, _END = "fp32", "step", ".pt"
+_END = ".pt"
+_WEIGHT, _STEP = f"fp32{_END}", f"step{_END}"
 
 
 def is_universal(folder: Place) -> bool:
@@ -177,27 +178,34 @@ def is_universal(folder: Place) -> bool:
 def read_universal(folder: Place) -> Contents:
     """The contents of a tag's folder."""
     by_model_rank = [[OpenFile(folder, name) for name in names] for names in model_files(folder)]
-    first = by_model_rank[0]
+    models = [files[0] for files in by_model_rank]
     optimizer = OpenFile(folder / FOLDER, OPTIMIZER)
     groups = optimizer.get("param_groups", list)
-    shapes = _merged([files[0] for files in by_model_rank])
-    _check_files(folder / FOLDER, [name for named in shapes for name in named])
+    shapes = _merged(models)
+    files_of = _checked_files(folder / FOLDER, [name for named in shapes for name in named])
     contents = Contents()
     for number, named in enumerate(shapes):
         options = entry(groups, group_of(groups, number, optimizer.where), dict, optimizer.where)
         for name, shape in named.items():
             own = folder / FOLDER / name
-            contents.add(("module", name), alone_in_file(own, _WEIGHT + _END, shape))
-            for key, value in (*_moments(own, shape), *_steps(own, optimizer, number, options)):
+            contents.add(("module", name), alone_in_file(own, _WEIGHT, shape))
+            for file in sorted(files_of[name] - {_WEIGHT, _STEP}):
+                contents.add(("optimizer", "state", name, file.removesuffix(_END)), alone_in_file(own, file, shape))
+            if _STEP in files_of[name]:
+                opened = OpenFile(own, _STEP)
+                steps: Iterable[tuple[str, Any]] = [("step", step_of(opened.archive.value, opened))]
+            else:
+                state = optimizer.value.get("optimizer_state_dict", {}).get("state", {})
+                steps = steps_in(state.get(number, {}), options, optimizer)
+            for key, value in steps:
                 contents.add(("optimizer", "state", name, key), value)
-    contents.add_param_groups(groups, names_by_group(shapes, groups, optimizer.where))
-    contents.add_loss_scaler(optimizer.value.get("loss_scaler"))
-    for name, tensor in frozen_tensors(first):
-        contents.add(("module", name), tensor)
-    if first[0].value.get("module") is not None:  # for pipelines, ds_to_universal leaves the model's files out
-        _refuse_cut(by_model_rank, contents)
-        contents.add_untrained(first[0])
-    contents.add_rest([files[0] for files in by_model_rank])
+    names = names_by_group(shapes, groups, optimizer.where)
+    contents.add_param_groups(groups, names, optimizer.value.get("loss_scaler"))
+    add_frozen(contents, by_model_rank[0])
+    if models[0].value.get("module") is not None:  # for pipelines, ds_to_universal leaves the model's files out
+        _refuse_cut(models, contents)
+        contents.add_untrained(models[0])
+    contents.add_rest(models)
     return contents
 
 
@@ -211,47 +219,31 @@ def _merged(models: Sequence[OpenFile]) -> list[dict[str, Sequence[int] | None]]
     return [groups[number] for number in range(len(groups))]
 
 
-def _check_files(zero: Place, names: Sequence[str]) -> None:
-    """Raise unless all parameters have the same files, or only the weight if they never got a gradient."""
+def _checked_files(zero: Place, names: Sequence[str]) -> dict[str, set[str]]:
+    """The files of each parameter: all have the same, or only the weight if they never got a gradient."""
     files: dict[str, set[str]] = {}
     for name in names:
         if not (zero / name).is_dir():
             raise CheckpointNotFoundError(f"{zero / name}: the folder of this parameter is missing")
         files[name] = {file for file in (zero / name).names() if file.endswith(_END)}
-    usual = set().union(*files.values()) | {_WEIGHT + _END}
+    usual = set().union(*files.values()) | {_WEIGHT}
     for name, found in files.items():
         absent = usual - found
-        if absent and found != {_WEIGHT + _END}:
+        if absent and found != {_WEIGHT}:
             raise CheckpointNotFoundError(f"{zero / name}: {', '.join(sorted(absent))} of this parameter is missing")
+    return files
 
 
-def _refuse_cut(by_model_rank: Sequence[Sequence[OpenFile]], contents: Contents) -> None:
-    first = by_model_rank[0][0]
+def _refuse_cut(models: Sequence[OpenFile], contents: Contents) -> None:
+    first = models[0]
     others = {name for name in first.get("module", dict) if not contents.has(name)}
     others -= set(first.get("buffer_names", list))
     others -= set(first.value.get("shared_params") or {})
-    if len(by_model_rank) > 1 and others:
+    if len(models) > 1 and others:
         raise CheckpointFormatError(
             f"{first.where}: the model was tensor-parallel, and {min(others)} was not trained: the universal "
             "checkpoint does not say along which dim it is sharded"
         )
-
-
-def _moments(own: Place, shape: Sequence[int] | None) -> Iterator[tuple[str, Any]]:
-    """The optimizer's state for each element of a parameter."""
-    for file in sorted(own.names()):
-        key = file.removesuffix(_END)
-        if file.endswith(_END) and key not in (_WEIGHT, _STEP):
-            yield key, alone_in_file(own, file, shape)
-
-
-def _steps(own: Place, optimizer: OpenFile, number: int, options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    if (own / f"{_STEP}{_END}").exists():
-        file = OpenFile(own, f"{_STEP}{_END}")
-        yield _STEP, step_of(file.archive.value, file)
-        return
-    state = optimizer.value.get("optimizer_state_dict", {}).get("state", {})
-    yield from steps_in(state.get(number, {}), options, optimizer)
 
 
 # ------------------------------------------------------------------ a training engine's checkpoint, converted

@@ -9,7 +9,7 @@ values are compared to find the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
@@ -283,20 +283,19 @@ def _add_parameters(contents: Contents, stage: _Stage, names: Mapping[str, str])
             contents.add(("module", name), joined(placed, group.weights))
             for key, value in _state_of(placed, group):
                 contents.add(("optimizer", "state", name, key), value)
-    for name, tensor in frozen_tensors(stage.models):
-        contents.add(("module", name), tensor)
+    add_frozen(contents, stage.models)
 
 
-def frozen_tensors(models: Sequence[OpenFile]) -> Iterator[tuple[str, Any]]:
-    """The parameters that were not trained: whole in stage 2, a slice of each rank in stage 3."""
+def add_frozen(contents: Contents, models: Sequence[OpenFile]) -> None:
+    """Add the parameters that were not trained: whole in stage 2, a slice of each rank in stage 3."""
     key = "frozen_param_shapes"
     for name, shape in checked_shapes(models[0].value.get(key) or {}, key, models[0]).items():
         stored = [entry(file.get("frozen_param_fragments", dict), name, StoredTensor, file.where) for file in models]
         if tuple(stored[0].shape) == tuple(shape):
-            yield name, in_file(models[0], stored[0])
+            contents.add(("module", name), in_file(models[0], stored[0]))
         else:
             (placed,) = one_by_one([(name, shape)], len(models))
-            yield name, joined(placed, list(zip(models, stored, strict=True)))
+            contents.add(("module", name), joined(placed, list(zip(models, stored, strict=True))))
 
 
 def _add_param_groups(contents: Contents, stages: Sequence[_Stage], renamed: Sequence[Mapping[str, str]]) -> None:
@@ -306,8 +305,7 @@ def _add_param_groups(contents: Contents, stages: Sequence[_Stage], renamed: Seq
         for number, group in enumerate(stage.names):
             members.setdefault(number, {}).update(dict.fromkeys(names.get(name, name) for name in group))
     longest = max((stage.param_groups for stage in stages), key=len)
-    contents.add_param_groups(longest, [list(members[number]) for number in range(len(members))])
-    contents.add_loss_scaler(stages[0].scaler)
+    contents.add_param_groups(longest, [list(members[number]) for number in range(len(members))], stages[0].scaler)
 
 
 def _state_of(placed: Placed, group: _FlatGroup) -> Iterable[tuple[str, Any]]:
