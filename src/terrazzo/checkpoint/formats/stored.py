@@ -6,7 +6,7 @@ The engine that reads the native format reads them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -96,15 +96,9 @@ def read_rows(asked: Sequence[Asked], targets: Sequence[torch.Tensor]) -> FilesR
     return read
 
 
-def _located(rows: Iterable[StoredBox]) -> dict[int, StoredChunk]:
+def _located(rows: Sequence[StoredBox]) -> dict[int, StoredChunk]:
     """Where rows lie, by their ids; several files are looked into at once."""
-    found: dict[int, StoredChunk] = {}
-    calls: dict[int, Callable[[], StoredChunk]] = {}
-    depth = 1
-    for row in rows:
-        if isinstance(row.chunk, StoredChunk):
-            found[id(row)] = row.chunk
-        else:
-            calls[id(row)] = row.chunk
-            depth = max(depth, row.store.caps.depth)
+    found = {id(row): row.chunk for row in rows if isinstance(row.chunk, StoredChunk)}
+    calls = {id(row): row.chunk for row in rows if not isinstance(row.chunk, StoredChunk)}
+    depth = max([1, *(row.store.caps.depth for row in rows if id(row) in calls)])
     return found | dict(zip(calls, results_of([*calls.values()], depth, "terrazzo-headers"), strict=True))

@@ -360,17 +360,13 @@ class HuggingFace(Format):
         copy_checkpoint(WeightsSource(reader, how.only), HuggingFaceWriter(target, overwrite=how.overwrite), how)
 
 
-class Safetensors(Format):
-    """A file with tensors by name."""
+class Safetensors(HuggingFace):
+    """A file with tensors by name, which is read as a folder with this file would be."""
 
     name = "safetensors"
-    options = frozenset({"only"})
 
     def find(self, found: Found) -> Place | None:
         return found.place if is_start_of_safetensors(*found.start) else None
-
-    def reader(self, place: Place) -> StorageReader:
-        return HuggingFaceReader(place)
 
     def verify(self, place: Place, progress: Callable[[int], None]) -> Checked:
         return check_files(place.parent.store, [place.name], progress)
