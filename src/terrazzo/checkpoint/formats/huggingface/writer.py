@@ -299,7 +299,7 @@ class HuggingFaceWriter(InFolder, RowWriter):
             )
         finals = [self._final(number) for number in range(len(layout.files))]
         with replacing.committing():
-            check_is_found(self.place, "huggingface")  # once more: a save in another format may have committed
+            check_is_found(Place(self.store), "huggingface")  # once more: a save in another format may have committed
             replacing.check_unchanged()
             replacing.check_alive([] if self._is_single or isinstance(self.store, LocalStore) else finals)
             for name, data in self._beside.items():
@@ -320,7 +320,7 @@ class HuggingFaceWriter(InFolder, RowWriter):
                 index = replacing.index.put(content)
             self._committed = True  # what fails from now on leaves the new checkpoint there
             replacing.remove_replaced(finals, index)
-            check_is_found(self.place, "huggingface")  # even between the two
+            check_is_found(Place(self.store), "huggingface")  # even between the two
 
     def _show_life(self) -> None:
         if self._replacing is not None:
