@@ -11,13 +11,15 @@ import abc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.futures import Future
 
 from terrazzo.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from terrazzo.layout.drawing import ShownAsCall
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +107,10 @@ class StorageReader(ShownAsCall, abc.ABC):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this class can read a checkpoint with this id; by default not: it has to be given."""
         return False
+
+
+def done(result: Result) -> Future[Result]:
+    """A future that has its result, as PyTorch's readers and writers return one."""
+    future: Future[Result] = Future()
+    future.set_result(result)
+    return future

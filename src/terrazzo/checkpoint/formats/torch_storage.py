@@ -21,8 +21,7 @@ from terrazzo.checkpoint import metadata as our_metadata
 from terrazzo.checkpoint import planner as our_planner
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from terrazzo.checkpoint.torch_api.items import done
+from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult, done
 
 _MODULE: Final = "torch.distributed.checkpoint.storage"
 _METADATA: Final = (

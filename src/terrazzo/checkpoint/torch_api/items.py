@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 import torch
-from torch.futures import Future
 
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -43,8 +42,6 @@ from terrazzo.checkpoint.planner import (
 )
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
-
-Result = TypeVar("Result")
 
 _THEIRS: Final = "torch.distributed.checkpoint.default_planner"
 AT_ONCE: Final = 32 << 20  # bytes of tensors that are read into memory of their own together
@@ -222,13 +219,6 @@ def _check_convertible(item: ReadItem, stored: torch.dtype, wanted: torch.dtype)
             f"{item.dest_index.fqn!r}: torch cannot convert the checkpoint's {stored} to {wanted}, the dtype of what "
             f"the planner's resolve_tensor returned"
         )
-
-
-def done(result: Result) -> Future[Result]:
-    """A future that has its result, as PyTorch's readers and writers return one."""
-    future: Future[Result] = Future()
-    future.set_result(result)
-    return future
 
 
 def check_planner(planner: object) -> None:

@@ -20,9 +20,9 @@ from terrazzo.checkpoint.native.tensors import empty
 from terrazzo.checkpoint.plan.load_planner import DefaultLoadPlanner
 from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from terrazzo.checkpoint.run import messages
-from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult, done
 from terrazzo.checkpoint.stores import Store
-from terrazzo.checkpoint.torch_api.items import AT_ONCE, done, fill_items, is_unchanged, items_of, rows_of, value_item
+from terrazzo.checkpoint.torch_api.items import AT_ONCE, fill_items, is_unchanged, items_of, rows_of, value_item
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
