@@ -248,9 +248,7 @@ def _folder_of(load_dir: str | os.PathLike[str], tag: str) -> Place:
 
 def _on_all_ranks(doing: str, work: Callable[[], Result]) -> Result:
     """The result of `work`. An error on one rank is raised on all, because they wait for each other."""
-    found: list[Result] = []
-    Teams().team(doing).together(lambda: found.append(work()))
-    return found[0]
+    return Teams().team(doing).together(work)
 
 
 def load_step(engine: Trained, manager: CheckpointManager, which: Which, **options: bool) -> tuple[int, dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
+from terrazzo._torch.groups import default_store
 from terrazzo.checkpoint import (
     CheckpointException,
     DefaultLoadPlanner,
@@ -133,3 +136,65 @@ def test_alone_it_is_a_load(tmp_path: Path) -> None:
     state = {"ints": torch.zeros(3000, dtype=torch.int64)}
     load(state, checkpoint_id=tmp_path, no_dist=True, read="once_per_node")
     assert torch.equal(state["ints"], torch.arange(3000))
+
+
+class Empty:
+    """A stateful object whose `state_dict` asks a model without parameters for one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"like": next(torch.nn.Module().parameters())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError(state_dict)
+
+
+def failing(path: str) -> None:
+    rank = dist.get_rank()
+    # What a user's code raises is reported, also a StopIteration, which means something else in generators.
+    state: dict[str, Any] = {"w": Empty() if rank else torch.zeros(6)}
+    with pytest.raises(CheckpointException, match="rank 1: StopIteration") as caught:
+        load(state, checkpoint_id=path, read="once_per_node")
+    assert list(caught.value.failures) == [1]
+    assert not rank or isinstance(caught.value.__cause__, StopIteration)
+    # A rank that fails while others wait for its bytes makes them fail at once.
+    for method in ("_gathered", "_exchange"):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(load_session.Node, method, refusing)
+            began = time.monotonic()
+            with pytest.raises(CheckpointException, match="ranks? 1: ValueError: not today"):
+                load({"w": torch.zeros(6)}, checkpoint_id=path, read="once_per_node", timeout=timedelta(seconds=30))
+            assert time.monotonic() - began < 15
+
+
+def refusing(*_: Any) -> None:
+    raise ValueError("not today")
+
+
+def open_until_all_have_read(path: str) -> None:
+    """No rank closes its connections before every rank has received."""
+    rank, store, node = dist.get_rank(), default_store(), load_session.Node
+    pass_on, close = node.pass_on, node.close
+
+    def slow(self: Any, *arguments: Any) -> None:
+        pass_on(self, *arguments)
+        if rank == 1:
+            time.sleep(0.3)
+            store.set("received", "yes")
+
+    def checked(self: Any) -> None:
+        assert store.check(["received"])
+        close(self)
+
+    state = {"w": torch.zeros(6)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node, "pass_on", slow)
+        patch.setattr(node, "close", checked)
+        load(state, checkpoint_id=path, read="once_per_node", timeout=timedelta(seconds=30))
+    assert torch.equal(state["w"], torch.arange(6.0))
+
+
+@pytest.mark.parametrize("fn", [failing, open_until_all_have_read])
+def test_errors_between_the_steps_and_the_end_of_connections(tmp_path: Path, fn: Any) -> None:
+    save({"w": torch.arange(6.0)}, checkpoint_id=tmp_path, no_dist=True)
+    run_ranks(2, fn, str(tmp_path))

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from terrazzo import errors
 from terrazzo._meant import by_text, plain_text, refused
 from terrazzo.comm.control import ControlPlane
 from terrazzo.errors import CheckpointError, CheckpointException, CheckpointIOError, CommError, TerrazzoError
+
+_Result = TypeVar("_Result")
 
 _LONGEST: Final = 4000  # characters of a message
 _DEEPEST: Final = 20  # frames, the innermost
@@ -202,13 +204,15 @@ class Team:
             data = self.plane.scatter(parts, 0)
         return self._received(_decode(data), error)
 
-    def together(self, step: Callable[[], object]) -> None:
-        """Call `step` on every rank, and return when all are done."""
+    def together(self, step: Callable[[], _Result]) -> _Result:
+        """Call `step` on every rank; returns its result on this rank, when all are done."""
+        results: list[_Result] = []
 
         def run() -> None:
-            step()
+            results.append(step())
 
         self.reduce(run, lambda parts: None)
+        return results[0]
 
     def first(self, work: Callable[[], bytes | None]) -> bytes:
         """Call `work` on the coordinator when all ranks are here; every rank gets its result."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -191,23 +191,16 @@ class LoadSession:
         """Read what several ranks of a node need once, and send it to them; errors are exchanged after each step."""
         here = [rank for rank, where in zip(self.team.ranks, nodes, strict=True) if where == nodes[self.team.rank]]
 
-        def steps() -> Generator[None]:
+        def plan() -> ReadPlan | None:
             self._set_up(root)
-            own = self._own_plan()  # None: a custom planner's tensors need not be those of the state dict
-            yield
-            node = Node(here, name, timeout)
-            try:
-                passed = node.agree(() if own is None else own.targets)
-                yield
-                self._read(None if own is None else node.own_part(own, passed))
-                yield
-                node.pass_on(() if own is None else own.targets, passed)
-            finally:
-                node.close()
+            return self._own_plan()  # None: a custom planner's tensors need not be those of the state dict
 
-        with closing(steps()) as going:
-            for _ in range(4):
-                self.team.together(partial(next, going, None))
+        own = self.team.together(plan)
+        targets = () if own is None else own.targets
+        with closing(Node(here, name, timeout)) as node:
+            passed = self.team.together(partial(node.agree, targets))
+            self.team.together(lambda: self._read(None if own is None else node.own_part(own, passed)))
+            self.team.together(partial(node.pass_on, targets, passed))
 
     def _agree(self) -> tuple[bool, bytes | None, list[str], str]:
         """Whether each rank can plan for itself; the root, read by the coordinator, if all readers take one; the name
@@ -304,30 +297,40 @@ class Node:
     """
 
     def __init__(self, ranks: Sequence[int], name: str, timeout: timedelta) -> None:
-        """`ranks` are global ranks. All of them construct one at the same time, with a new name: with a used name gloo
-        would find old addresses."""
+        """`ranks` are global ranks. The name must be new: with a used name gloo would find old addresses."""
         self._size = len(ranks)
         self._position = list(ranks).index(dist.get_rank())
         self._timeout = timeout
+        self._where = f"terrazzo/node/{name}/{ranks[0]}"
         self._gloo: Any = None
-        if self._size > 1:
-            store = PrefixStore(f"terrazzo/node/{name}/{ranks[0]}", default_store())
-            self._gloo = ProcessGroupGloo(store, self._position, self._size, timeout)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections, when all ranks have what was sent to them."""
         self._gloo = None
 
+    @contextmanager
+    def _closed_if_it_fails(self) -> Iterator[None]:
+        """So that the others, which wait for this rank, fail at once, and not when their time is up."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
     def agree(self, targets: Sequence[Target]) -> list[Passed]:
-        """What this rank sends to and receives from others."""
-        if self._gloo is None:
+        """What this rank sends to and receives from others. Connects them, so all ranks call this at the same time."""
+        if self._size == 1:
             return []
-        own = _shareable(targets)
-        table = np.array([(*key, nbytes) for key, (_, nbytes) in own.items()], dtype=np.uint64).reshape(-1, 3)
         found: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
-        for key, reader, receivers in assigned(self._gathered(table)):
-            if self._position == reader or self._position in receivers:
-                found[reader, receivers].append(own[key][0])
+        with self._closed_if_it_fails():
+            self._gloo = ProcessGroupGloo(
+                PrefixStore(self._where, default_store()), self._position, self._size, self._timeout
+            )
+            own = _shareable(targets)
+            table = np.array([(*key, nbytes) for key, (_, nbytes) in own.items()], dtype=np.uint64).reshape(-1, 3)
+            for key, reader, receivers in assigned(self._gathered(table)):
+                if self._position == reader or self._position in receivers:
+                    found[reader, receivers].append(own[key][0])
         return [Passed(reader, receivers, tuple(found[reader, receivers])) for reader, receivers in sorted(found)]
 
     def own_part(self, plan: ReadPlan, passed: Sequence[Passed]) -> ReadPlan:
@@ -349,8 +352,8 @@ class Node:
 
     def pass_on(self, targets: Sequence[Target], passed: Sequence[Passed]) -> None:
         """Send what this rank has read for others, and receive what they have read for it."""
-        buffer = torch.empty(_PIECE if passed else 0, dtype=torch.uint8, device="cpu")
-        with torch.no_grad():
+        with self._closed_if_it_fails(), torch.no_grad():
+            buffer = torch.empty(_PIECE if passed else 0, dtype=torch.uint8, device="cpu")
             for each in passed:  # in the same order on all ranks
                 tensors = [targets[number].part(targets[number].parts[place]) for number, place in each.parts]
                 for piece in _pieces(tensors):
