@@ -761,3 +761,20 @@ def test_names_of_a_container_of_optimizers_are_its_own():
     model = nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match=r"Container.state_dict\(\) is not of the form"):
         get_optimizer_state_dict(model, Container(model))
+
+
+class WithoutChunks:
+    """A distributed tensor of which this rank has no chunk, of a dtype that cannot be stored."""
+
+    dtype = torch.quint8
+
+    def size(self) -> torch.Size:
+        return torch.Size((4, 3))
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return []
+
+
+def test_a_dtype_that_cannot_be_stored_is_refused_without_a_chunk_of_it(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="quint8 tensors cannot be stored"):
+        save({"w": WithoutChunks()}, checkpoint_id=tmp_path)

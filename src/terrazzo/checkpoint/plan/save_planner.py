@@ -24,7 +24,7 @@ from terrazzo.checkpoint.native.names import for_torch
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.native.root import TENSOR, TYPED
 from terrazzo.checkpoint.native.rows import NO_FORM, Form, Row, form_of, object_row
-from terrazzo.checkpoint.native.tensors import OWN_MEMORY, same_memory
+from terrazzo.checkpoint.native.tensors import OWN_MEMORY, dtype_name, same_memory
 from terrazzo.checkpoint.plan.flatten import (
     PerRank,
     check_names,
@@ -225,6 +225,8 @@ class DefaultSavePlanner(SavePlanner):
                 if not sharded:
                     check_storable(value)
                 seen = viewer.view(stored, value) if sharded else plain_view(stored, value)
+                if not seen.chunks:  # the ranks that have chunks raise for the dtype, and so does this one
+                    dtype_name(seen.dtype)
                 chunks, holders = seen.chunks, (self.rank,) if own else self._in_group(seen.holders)
                 if 0 in seen.size:  # no rank has a chunk of it, but its name and shape are to be kept
                     chunks = ((Box.whole(seen.size), torch.empty(seen.size, dtype=seen.dtype, device="cpu")),)
