@@ -244,6 +244,28 @@ def test_ranks_that_close_after_the_first_has_stopped_sending(address):
     run_ranks(2, close_late, address)
 
 
+def wait_for_a_receiver_that_does_not_come(address):
+    own = torch.distributed.new_group([0])
+    publisher = Publisher(Channel(address), {"w": torch.arange(8.0)}, timeout=timedelta(seconds=2))
+    publisher.publish(0)
+    publisher.wait()
+    if torch.distributed.get_rank() == 0:
+        receiver = Receiver(Channel(address), {"w": torch.zeros(8)}, process_group=own)
+        assert receiver.poll() == 0
+    torch.distributed.barrier()
+    publisher.publish(1)
+    with pytest.raises(CommTimeout, match="rank 0: CommTimeout: 1 of 1 groups of receivers did not get the last"):
+        publisher.wait()
+    publisher.close()  # with a warning
+    if torch.distributed.get_rank() == 0:
+        receiver.close()
+
+
+def test_all_ranks_hear_of_a_receiver_that_does_not_come(address):
+    """The time limit is also the one of the ranks that wait for the first, which waits for the receiver."""
+    run_ranks(2, wait_for_a_receiver_that_does_not_come, address)
+
+
 def receive_and_die(address):
     begin_receiver(address, torch.float32, 1 << 10, limit=SHORT)  # the other waits so long for the dead
     die_in_the_middle(ChannelSource, "receive", 1)

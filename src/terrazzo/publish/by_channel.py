@@ -34,6 +34,7 @@ from terrazzo.publish.parts import ListedBox, PublishedShares, TensorInfo
 from terrazzo.publish.versions import LOGGER, Version
 
 _LOOK: Final = 0.01  # seconds between two tries to hold a version, or looks whether receivers have the last one
+_MOMENT: Final = 1.0  # seconds after which the first rank, which waits for receivers, sends the others a message
 _PATIENCE: Final = 10.0  # seconds for which `close` waits for receivers that do nothing
 _VERSIONS: Final = 3  # that are held at once, each in memory of its own
 
@@ -218,20 +219,24 @@ class ChannelSender:
         if last is None:
             return None
 
-        team.first(partial(self._wait_until_taken, closing))
+        started = self._progress = time.monotonic()
+        while not team.first(lambda: self._is_taken(started, closing)):
+            pass
         sent = team.reduce(lambda: b"%d" % self._sent, lambda parts: b"%d" % sum(map(int, parts)))
         return msgspec.structs.replace(last, nbytes=int(sent))
 
-    def _wait_until_taken(self, closing: bool) -> None:
+    def _is_taken(self, started: float, closing: bool) -> bytes:
+        """Whether all groups have the last version, or are not waited for any more; else empty after a moment, because
+        the other ranks wait no longer for the first one than that may wait for receivers."""
         limit = self._timeout.total_seconds()
         patience = min(limit, _PATIENCE)
-        started = self._progress = time.monotonic()
+        until = time.monotonic() + min(limit / 4, _MOMENT)
         while True:
             with self._lock:
                 late = sum(group.taken < self._offer.place for group in self._groups.values())
                 count = len(self._groups)
             if not late:
-                return
+                return b"taken"
             now = time.monotonic()
             if now > started + limit or (closing and now > self._progress + patience):
                 problem = (
@@ -241,7 +246,9 @@ class ChannelSender:
                 if not closing:
                     raise CommTimeout(problem)
                 LOGGER.warning("%s is closed, but %s", self._channel, problem)
-                return
+                return b"not waited for"
+            if now > until:
+                return b""
             time.sleep(_LOOK)
 
     def close(self) -> None:
