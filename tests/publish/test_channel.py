@@ -266,6 +266,28 @@ def test_all_ranks_hear_of_a_receiver_that_does_not_come(address):
     run_ranks(2, wait_for_a_receiver_that_does_not_come, address)
 
 
+def ask_a_publisher_that_lets_nobody_have_a_version(address):
+    own = torch.distributed.new_group([0])
+    if torch.distributed.get_rank() == 0:
+        publisher = Publisher(Channel(address), {"w": torch.arange(8.0)}, process_group=own)
+        publisher.publish(0)
+        publisher.wait()
+    torch.distributed.barrier()
+    receiver = Receiver(Channel(address), {"w": torch.zeros(8)}, timeout=timedelta(seconds=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChannelSender, "hold", lambda *_: None)
+        with pytest.raises(CommTimeout, match="rank 0: CommTimeout: the publisher at .* did not let this group have"):
+            receiver.poll()
+    assert receiver.poll() == 0
+    receiver.close()
+    if torch.distributed.get_rank() == 0:
+        publisher.close()
+
+
+def test_all_ranks_hear_of_a_publisher_that_lets_nobody_have_a_version(address):
+    run_ranks(2, ask_a_publisher_that_lets_nobody_have_a_version, address)
+
+
 def receive_and_die(address):
     begin_receiver(address, torch.float32, 1 << 10, limit=SHORT)  # the other waits so long for the dead
     die_in_the_middle(ChannelSource, "receive", 1)

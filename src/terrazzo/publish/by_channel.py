@@ -34,9 +34,15 @@ from terrazzo.publish.parts import ListedBox, PublishedShares, TensorInfo
 from terrazzo.publish.versions import LOGGER, Version
 
 _LOOK: Final = 0.01  # seconds between two tries to hold a version, or looks whether receivers have the last one
-_MOMENT: Final = 1.0  # seconds after which the first rank, which waits for receivers, sends the others a message
+_MOMENT: Final = 1.0  # seconds
 _PATIENCE: Final = 10.0  # seconds for which `close` waits for receivers that do nothing
 _VERSIONS: Final = 3  # that are held at once, each in memory of its own
+
+
+def _moment(timeout: timedelta) -> float:
+    """Seconds after which a first rank that waits for the other side sends its own ranks a message: their time limit is
+    the same."""
+    return min(timeout.total_seconds() / 4, _MOMENT)
 
 
 class PublisherListing(msgspec.Struct, array_like=True, frozen=True):
@@ -230,7 +236,7 @@ class ChannelSender:
         the other ranks wait no longer for the first one than that may wait for receivers."""
         limit = self._timeout.total_seconds()
         patience = min(limit, _PATIENCE)
-        until = time.monotonic() + min(limit / 4, _MOMENT)
+        until = time.monotonic() + _moment(self._timeout)
         while True:
             with self._lock:
                 late = sum(group.taken < self._offer.place for group in self._groups.values())
@@ -330,10 +336,12 @@ class ChannelSource:
         try:
             if publisher != self._publisher:
                 self._join(team, publisher)
-            found = team.first(self._hold_new)
-            if not found:
+            deadline = time.monotonic() + self._timeout.total_seconds()
+            while not (found := team.first(lambda: self._hold_new(deadline))):
+                pass
+            version = msgspec.msgpack.decode(found, type=Version | None)
+            if version is None:
                 return self._held
-            version = msgspec.msgpack.decode(found, type=Version)
             self._held = None
             team.together(lambda: self._receive(version.place))
             if not team.first(self._tell_taken):
@@ -390,24 +398,28 @@ class ChannelSource:
         for client in reversed(self._clients):  # the publisher's first rank, which waits, when the others know
             called(self._channel, client, operation, *arguments)
 
-    def _hold_new(self) -> bytes:
-        """On the first rank: hold the last version at all ranks of the publisher; empty if it is not a new one."""
+    def _hold_new(self, deadline: float) -> bytes:
+        """On the first rank: hold the last version at all ranks of the publisher; None if it is not a new one, and
+        empty if that could not be yet, after a moment: the other ranks wait no longer for this one."""
         first, *others = self._clients
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        until = time.monotonic() + _moment(self._timeout)
         while True:
             last = msgspec.convert(called(self._channel, first, "latest"), Version)
             if last.place == (0 if self._held is None else self._held.place):
-                return b""
+                return msgspec.msgpack.encode(None)
             if called(self._channel, first, "hold", self._group, last.place) is not None:
                 if all(called(self._channel, each, "hold", self._group, last.place) is not None for each in others):
                     return msgspec.msgpack.encode(last)
                 self._at_all("release", self._group, False)
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 raise CommTimeout(
                     f"the publisher at {self._channel} did not let this group have a version within "
                     f"{self._timeout.total_seconds():g} s: other groups are late with earlier ones, or it publishes "
                     "all the time"
                 )
+            if now > until:
+                return b""
             time.sleep(_LOOK)  # it publishes the next one now
 
     def _tell_taken(self) -> bytes:
