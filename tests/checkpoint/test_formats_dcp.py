@@ -189,6 +189,23 @@ def test_torch_loads_what_a_planner_has_described_by_other_sequences(tmp_path: P
     assert_same(state, expected)
 
 
+class PinnedPlanner(DefaultSavePlanner):
+    """Describes tensors as they are on its machine."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        for entry in metadata.state_dict_metadata.values():
+            if isinstance(entry, Described):
+                entry.properties = dataclasses.replace(entry.properties, pin_memory=True)
+        return plans, metadata
+
+
+def test_of_the_properties_of_tensors_those_are_written_that_are_no_machines(tmp_path: Path) -> None:
+    save({"w": torch.ones(2)}, storage_writer=DCPWriter(tmp_path), planner=PinnedPlanner())
+    written = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"].properties
+    assert written.dtype is torch.float32 and not written.pin_memory
+
+
 def test_only_what_is_needed_is_read(tmp_path: Path) -> None:
     torch_save({"a": torch.randn(1000, 1000), "b": torch.ones(3)}, tmp_path)
     reader = DCPReader(tmp_path)

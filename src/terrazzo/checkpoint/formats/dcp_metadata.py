@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final
@@ -16,7 +15,6 @@ from typing import Any, Final
 import torch
 
 from terrazzo._torch.replaced import originals
-from terrazzo.checkpoint.formats.torch_storage import to_theirs
 from terrazzo.checkpoint.formats.unpickle import PLAIN, Call, Names, Pickled, load_tree, pickled
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -204,17 +202,35 @@ def merged(parts: Sequence[Metadata]) -> Metadata:
 @originals()  # so that the pickle names PyTorch's classes
 def encode(metadata: Metadata) -> bytes:
     """Pickle `metadata` as PyTorch does; its `storage_data` maps indices to locations."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint import metadata as theirs
 
-    places: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
+    # Each of its class at once, and not by `to_theirs`: there may be tens of thousands, and all ranks wait for them.
+    def index(ours: MetadataIndex) -> Any:
+        return theirs.MetadataIndex(ours.fqn, ours.offset, ours.index)
+
+    def tensor(ours: TensorStorageMetadata) -> Any:
+        properties = theirs.TensorProperties(dtype=ours.properties.dtype, requires_grad=ours.properties.requires_grad)
+        chunks = [theirs.ChunkStorageMetadata(chunk.offsets, chunk.sizes) for chunk in ours.chunks]
+        return theirs.TensorStorageMetadata(properties, ours.size, chunks)
+
+    storage: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
     meta = metadata.storage_meta or StorageMeta()
-    entries: dict[str, STORAGE_TYPES] = {
-        name: replace(entry, chunks=[*entry.chunks]) if is_tensor_entry(entry) else BytesStorageMetadata()
-        for name, entry in metadata.state_dict_metadata.items()
-    }
-    stored = {index: _StorageInfo(at.relative_path, at.offset, at.length) for index, at in places.items()}
-    about = StorageMeta(str(meta.checkpoint_id), meta.save_id)
-    return pickle.dumps(to_theirs(Metadata(entries, _plain(metadata.planner_data), stored, about, VERSION)))
+    return pickle.dumps(
+        theirs.Metadata(
+            state_dict_metadata={
+                name: tensor(entry) if is_tensor_entry(entry) else theirs.BytesStorageMetadata()
+                for name, entry in metadata.state_dict_metadata.items()
+            },
+            planner_data=_plain(metadata.planner_data),
+            storage_data={
+                index(where): filesystem._StorageInfo(location.relative_path, location.offset, location.length)
+                for where, location in storage.items()
+            },
+            storage_meta=theirs.StorageMeta(str(meta.checkpoint_id), meta.save_id),
+            version=VERSION,
+        )
+    )
 
 
 def _plain(value: Any) -> Any:
