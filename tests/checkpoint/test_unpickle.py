@@ -23,6 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from terrazzo.checkpoint.formats.deepspeed.files import NAMES
 from terrazzo.checkpoint.formats.torch_archive import TORCH_NAMES
 from terrazzo.checkpoint.formats.unpickle import PLAIN, Call, load, loads
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsafePickleError
@@ -200,6 +201,13 @@ def test_what_names_stand_for_cannot_be_changed(change: bytes) -> None:
     assert TORCH_NAMES["torch", "FloatStorage"].dtype is torch.float32
     encode = TORCH_NAMES["_codecs", "encode"]
     assert isinstance(encode, Call) and encode("a", "latin1") == b"a"
+
+
+@pytest.mark.parametrize("state", (b"}X\x01\x00\x00\x00aK\x01s", b"N}X\x01\x00\x00\x00aK\x01s\x86", b"N"))
+@pytest.mark.parametrize("name", (("_codecs", "encode"), ("torch", "Tensor")))
+def test_a_pickle_that_changes_a_function_is_called_unsafe(name: tuple[str, str], state: bytes) -> None:
+    with pytest.raises(UnsafePickleError, match="tries to change"):
+        loads(b"\x80\x02" + op_global(*name) + state + b"b.", "test", names=NAMES)
 
 
 EXTRAVAGANT = {

@@ -47,6 +47,9 @@ class Call:
     def __setattr__(self, name: str, value: Any) -> None:
         raise UnsafePickleError("a pickle tries to change a function")
 
+    def __setstate__(self, state: Any) -> None:  # which pickles can call
+        raise UnsafePickleError("a pickle tries to change a function")
+
 
 class Pickled:
     """An instance of a class, read as the arguments and the state in the pickle.
