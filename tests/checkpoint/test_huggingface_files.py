@@ -507,6 +507,17 @@ def test_names_of_pytorch(tmp_path: Path) -> None:
         assert equal(found, {"w": torch.arange(30.0).reshape(5, 6), "b": torch.arange(4)})
 
 
+def test_the_place_of_a_writer_does_not_change_with_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    writer = HuggingFaceStorageWriter("first")
+    assert Path(writer.checkpoint_id) == tmp_path / "first"
+    for name in ("second", (tmp_path / "second").as_uri()):
+        writer.reset(name)
+        assert Path(writer.checkpoint_id) == tmp_path / "second"
+
+
 @pytest.mark.on_late
 def test_float8_in_blocks(tmp_path: Path) -> None:
     """PyTorch's reader, and the arithmetic on one device."""

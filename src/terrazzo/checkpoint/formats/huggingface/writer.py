@@ -75,8 +75,7 @@ class HuggingFaceWriter(InFolder, RowWriter):
         process_group: Any = None,
         overwrite: bool = True,
     ) -> None:
-        place = path if isinstance(path, Place) else Place(path)
-        self.path, self.store = place.path, place.store
+        self._go_to(path if isinstance(path, Place) else Place(path))
         self.overwrite = overwrite
         self._given = layout
         self._make_layout = make_layout
@@ -99,7 +98,8 @@ class HuggingFaceWriter(InFolder, RowWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._release()
         self._replacing = None
-        self._check_id(checkpoint_id)
+        if checkpoint_id is not None:
+            self._go_to(Place(checkpoint_id))
         self._layout, self._last, self._committed = None, None, False
         self._own, self._bytes_written = set(), []
 
@@ -202,6 +202,10 @@ class HuggingFaceWriter(InFolder, RowWriter):
         self._release()
 
     # -------------------------------------------------------------- names
+
+    def _go_to(self, place: Place) -> None:
+        # With the place's absolute path, and not as the user wrote it: the working directory may change.
+        self.path, self.store = place.path, place.store
 
     @property
     def _known_layout(self) -> WeightsLayout:
