@@ -16,6 +16,7 @@ import torch
 
 from checkpoint.formats.deepspeed.made import (
     PREFIX,
+    SHAPES,
     change_states,
     elastic,
     plain,
@@ -60,12 +61,28 @@ def test_partitions(tmp_path, stage, ranks):
     assert_read(tmp_path / "tag", write(tmp_path, stage, ranks))
 
 
+@pytest.mark.parametrize("stage", (1, 3))
+def test_the_model_is_in_one_piece(tmp_path, stage):
+    write(tmp_path, stage)
+    names = [*DeepSpeedReader(tmp_path / "tag").read_metadata().state_dict_metadata]
+    first = next(number for number, name in enumerate(names) if name.startswith("optimizer.state."))
+    assert {f"module.{name}" for name in SHAPES} <= set(names[:first])
+
+
 def test_settings_that_change_the_layout(tmp_path):
     for number, (stage, settings) in enumerate(((2, {"round_robin_gradients": True}), (3, {"sub_group_size": 8}))):
         state = write(tmp_path / str(number), stage, 2, **settings)
         assert_read(tmp_path / str(number) / "tag", state)
     shapes = plain(next((tmp_path / "1" / "tag").glob("*rank_0*model_states.pt")))["param_shapes"]
     assert [list(named) for named in shapes] == [["a.weight"], ["a.bias", "b"], ["c"]]
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_a_config_that_was_given_as_a_path(tmp_path, stage):
+    state = write(tmp_path, stage)
+    for file in (tmp_path / "tag").glob("*_states.pt"):
+        torch.save(plain(file) | {"ds_config": "ds_config.json"}, file)
+    assert_read(tmp_path / "tag", state)
 
 
 def test_states_without_padding(tmp_path):

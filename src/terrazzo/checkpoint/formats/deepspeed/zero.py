@@ -159,7 +159,8 @@ def _stage_of(folder: Place, model_files: Sequence[str], optim_files: Sequence[s
     optims = [OpenFile(folder, name) for name in optim_files]
     shapes = shapes_of(model)
     states = [file.get("optimizer_state_dict", dict) for file in optims]
-    config = model.value.get("ds_config") or {}
+    given = model.value.get("ds_config")
+    config = given if isinstance(given, dict) else {}  # not if an engine was constructed with a path
     data_first = bool(config.get("use_data_before_expert_parallelism"))
     groups, param_groups = _flat_groups(shapes, optims, states, data_first)
     _check_same_save(groups, optims, states)
@@ -276,14 +277,17 @@ def _flat_tensors(key: str, number: int, optims: Sequence[OpenFile], states: Seq
 
 
 def _add_parameters(contents: Contents, stage: _Stage, names: Mapping[str, str]) -> None:
-    """Add the parameters of the partitions, with their optimizer state."""
-    for group in stage.groups:
-        for placed in group.placed:
-            name = names.get(placed.name, placed.name)
-            contents.add(("module", name), joined(placed, group.weights))
-            for key, value in _state_of(placed, group):
-                contents.add(("optimizer", "state", name, key), value)
+    """Add the parameters of the partitions, and then their optimizer state.
+
+    A converted checkpoint has them in this order, so that those who load the model alone find it in one piece.
+    """
+    found = [(names.get(placed.name, placed.name), placed, group) for group in stage.groups for placed in group.placed]
+    for name, placed, group in found:
+        contents.add(("module", name), joined(placed, group.weights))
     add_frozen(contents, stage.models)
+    for name, placed, group in found:
+        for key, value in _state_of(placed, group):
+            contents.add(("optimizer", "state", name, key), value)
 
 
 def add_frozen(contents: Contents, models: Sequence[OpenFile]) -> None:
