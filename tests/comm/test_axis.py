@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -158,9 +159,11 @@ def test_threads_that_ask_for_several_groups_do_not_wait_for_each_other():
     fresh_values(2, threads_that_ask_in_another_order)
 
 
-def a_group_of_a_rank_that_has_ended() -> str:
+def a_group_of_a_rank_that_has_ended(late: int) -> str:
     if dist.get_rank() == 1:
         os._exit(3)
+    if dist.get_rank() == late:
+        time.sleep(1.0)
     axis = Axis(dist.group.WORLD, 3, dist.get_rank(), (0, 1, 2), "all", "cpu")
     with pytest.raises(CommError) as caught:
         axis_beside(axis)
@@ -170,9 +173,11 @@ def a_group_of_a_rank_that_has_ended() -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_ended_before_a_group_is_made_is_named():
-    """The store, through which groups are made, would wait for it until the time limit, and name nobody."""
-    outcomes = run_fresh(3, a_group_of_a_rank_that_has_ended)
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_ended_before_a_group_is_made_is_named(late: int):
+    """The store, through which groups are made, would wait for it until the time limit, and name nobody; and one that
+    comes later would wait for a rank that has raised by then."""
+    outcomes = run_fresh(3, a_group_of_a_rank_that_has_ended, late)
     for rank in (0, 2):
         assert outcomes[rank].ok, outcomes[rank]
         assert f"rank {rank}: rank 1 has ended" in outcomes[rank].value

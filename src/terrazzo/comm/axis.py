@@ -200,35 +200,40 @@ def _meet(ranks: tuple[int, ...], name: str) -> None:
     """Exchange a message with each of these ranks in the default group, whose connections exist, before a group of them
     is made.
 
-    A rank that has ended is noticed at once, and named. The making of a group waits for it in the store until the time
-    limit, and the error names no rank.
+    A rank that has ended is noticed when the others are here, and named. The making of a group waits for it in the
+    store until the time limit, and the error names no rank.
     """
     default, cpu, here = default_group(), torch.device("cpu"), dist.get_rank()
     if cpu not in device_types(default) or backend_of(default, cpu).name() != "gloo":
         return  # connections of others are made by the first collective
     tag = _MEETING + zlib.crc32(name.encode()) % (1 << 28)  # threads make groups at the same time
     works = []
+    failed: list[CommError] = []  # raised at the end: a rank that comes later waits for the message of this one, too
     with unseen():  # the program has no such messages
         sent = torch.zeros(1, dtype=torch.uint8, device=cpu)
         received = {rank: torch.zeros_like(sent) for rank in ranks if rank != here}
         for rank, into in received.items():
-            with _naming(rank, ranks):
+            with _naming(rank, ranks, failed):
                 works.append((rank, default.send([sent], rank, tag)))
                 works.append((rank, default.recv([into], rank, tag)))
     for rank, work in works:
-        with _naming(rank, ranks):
+        with _naming(rank, ranks, failed):
             work.wait()
+    if failed:
+        raise failed[0]
 
 
 @contextmanager
-def _naming(rank: int, ranks: tuple[int, ...]) -> Iterator[None]:
+def _naming(rank: int, ranks: tuple[int, ...], failed: list[CommError]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise CommError(
+        named = CommError(
             f"rank {dist.get_rank()}: rank {rank} has ended, or did not come within the time limit, so a process group "
             f"of the ranks {list(ranks)} cannot be made. Look for the first error among the ranks. Here: {error}"
-        ) from error
+        )
+        named.__cause__ = error
+        failed.append(named)
 
 
 def time_limit(axis: Axis) -> timedelta:
