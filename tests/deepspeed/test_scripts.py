@@ -305,12 +305,20 @@ class Part(nn.Module):
         torch.manual_seed(seed)
         self.linear = nn.Linear(inputs, outputs)
 
+    @property
+    def tied_weight(self):
+        return self.linear.weight
+
+    @property
+    def turned(self):
+        return self.linear.weight.t()
+
     def forward(self, x):
         return torch.tanh(self.linear(x))
 
 
-def pipeline_layers():
-    tied = [deepspeed.pipe.TiedLayerSpec("t", Part, 3, 6, 6, tied_weight_attr=["linear.weight", "linear.bias"])] * 2
+def pipeline_layers(weight="tied_weight"):  # a property, as in GPT-NeoX and Megatron
+    tied = [deepspeed.pipe.TiedLayerSpec("t", Part, 3, 6, 6, tied_weight_attr=[weight, "linear.bias"])] * 2
     layers = [deepspeed.pipe.LayerSpec(Part, seed, 6, 6) for seed in (0, 1)]
     return [tied[0], *layers, lambda x: x * 2, tied[1], nn.Linear(6, 3)]
 
@@ -318,6 +326,9 @@ def pipeline_layers():
 def check_pipeline(folder: str) -> list[float]:
     runs = []
     x, y = next(batches(1))
+    for name, what in (("turned", "it is no parameter there"), ("typo", "has no such attribute")):
+        with pytest.raises(EngineConfigError, match=f"'{name}' of layer 0, Part: {what}; .* of layer 4, Part: {what}"):
+            deepspeed.PipelineModule(pipeline_layers(name), num_stages=2)
     for stages in (1, 2):
         torch.manual_seed(9)
         model = deepspeed.PipelineModule(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from terrazzo.comm import axis_of
 from terrazzo.deepspeed.accelerator import get_accelerator
 from terrazzo.deepspeed.checkpointing import checkpoint
 from terrazzo.deepspeed.comm import init_distributed
 from terrazzo.deepspeed.pipe.partition import balanced, uniform
 from terrazzo.deepspeed.pipe.topology import ProcessTopology
+from terrazzo.engine.gathering import gather_over
 from terrazzo.errors import EngineConfigError
 from terrazzo.layout.drawing import ShownAsCall
 
@@ -51,7 +55,7 @@ class TiedLayerSpec(LayerSpec):
     Args:
         key: The same for all places.
         forward_fn: Called with the module and the input, instead of the module's forward.
-        tied_weight_attr: Which of its parameters are shared between stages.
+        tied_weight_attr: Which of its parameters stages share: dotted names, or properties that return them.
     """
 
     def __init__(
@@ -141,17 +145,43 @@ class PipelineModule(nn.Module):
 
     def _tie(self, specs: list[Any]) -> None:
         """Find parameters of tied layers that are on several stages: each stage's copy is at its first place there."""
-        first: dict[str, tuple[int, set[int]]] = {}
+        places: dict[str, dict[int, int]] = {}  # of each key: the first layer on each stage that has it
         for number, spec in enumerate(specs):
-            if not isinstance(spec, TiedLayerSpec):
-                continue
-            stage = next(s for s in range(self.num_stages) if self.parts[s] <= number < self.parts[s + 1])
-            if spec.key not in first:
-                first[spec.key] = (number, {stage})
-            elif stage not in first[spec.key][1]:
-                first[spec.key][1].add(stage)
-                for name in spec.tied_weight_attr:
-                    self.tied[f"{number}.{name}"] = f"{first[spec.key][0]}.{name}"
+            if isinstance(spec, TiedLayerSpec):
+                stage = next(s for s in range(self.num_stages) if self.parts[s] <= number < self.parts[s + 1])
+                places.setdefault(spec.key, {}).setdefault(stage, number)
+        pairs = []
+        for first, *others in (list(numbers.values()) for numbers in places.values()):
+            for number in others:
+                here, there = specs[number].tied_weight_attr, specs[first].tied_weight_attr
+                if len(here) != len(there):
+                    raise EngineConfigError(
+                        f"layers {first} and {number} have the key {specs[first].key!r}, but one ties {there} and the "
+                        f"other {here}: tied_weight_attr must have as many names for both"
+                    )
+                pairs += [((number, name), (first, same)) for name, same in zip(here, there, strict=True)]
+        names = self._names_of(dict.fromkeys(chain.from_iterable(pairs))) if pairs else {}
+        self.tied = {names[copy]: names[first] for copy, first in pairs}
+
+    def _names_of(self, tied: Iterable[tuple[int, str]]) -> dict[tuple[int, str], str]:
+        """The parameters that attributes of layers are, by the parameters' own names; the same on all stages."""
+        start, stop = self.parts[self.stage_id], self.parts[self.stage_id + 1]
+        own = {id(parameter): name for name, parameter in self.named_parameters()}
+        found, faults = [], []
+        for number, attribute in tied:
+            if start <= number < stop:
+                layer = self.get_submodule(str(number))
+                try:
+                    found.append((number, attribute, own[id(attrgetter(attribute)(layer))]))
+                except (AttributeError, KeyError) as error:
+                    what = "has no such attribute" if isinstance(error, AttributeError) else "it is no parameter there"
+                    faults.append(f"tied_weight_attr {attribute!r} of layer {number}, {type(layer).__name__}: {what}")
+        gathered = gather_over(axis_of(self.mesh, 0), [found, faults])  # a fault of one stage is an error on all
+        if wrong := [fault for _, others in gathered for fault in others]:
+            raise EngineConfigError(
+                f"{'; '.join(wrong)}; it must name a parameter of the layer, or a property that returns one"
+            )
+        return {(number, attribute): name for names, _ in gathered for number, attribute, name in names}
 
     # ------------------------------------------------------------------ as a stage
 
