@@ -396,6 +396,18 @@ def test_sharding_within_a_group():
     run_ranks(4, check_sharding_within_a_group)
 
 
+class WithLogits(nn.Module):
+    """Returns the loss and what it is made of, as models of Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+
+    def forward(self, x, y):
+        logits = self.inner(x)
+        return nn.functional.mse_loss(logits, y), logits
+
+
 def check_unmanaged() -> None:
     """The caller decides when a step ends; forward under autocast; no waiting for the norm."""
     rank = dist.get_rank()
@@ -417,6 +429,12 @@ def check_unmanaged() -> None:
             losses.append(averaged(total))
         torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=1e-5)
         assert engine.global_samples == STEPS * 8
+        counted = initialize(WithLogits(), config=options)
+        x, y = torch.ones(2, 6), torch.ones(2, 3)
+        counted(x, y)[0].backward()  # arrives at the loss and at the logits
+        (counted(x, y)[0] + counted(x, y)[0]).backward()
+        counted.step()
+        assert counted.global_samples == 2 * 2 * 2  # two backwards of two samples on two ranks
     cast = initialize(make_model(), config=config(1, torch_autocast={"enabled": True, "dtype": "bfloat16"}))
     assert cast(torch.zeros(2, 6)).dtype is torch.bfloat16
     torch.testing.assert_close(steps_of(cast), expected, rtol=3e-2, atol=3e-2)

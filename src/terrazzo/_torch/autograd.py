@@ -32,14 +32,14 @@ profiling: Callable[[], bool] = private(
     "torch._C._autograd._profiler_enabled", "operations get names in a profile, and cost nothing without one"
 )
 
-_graph_task: Callable[[], int] = private(
-    "torch._C._current_graph_task_id", "whether this thread is in a backward, its final callbacks included"
+current_backward: Callable[[], int] = private(
+    "torch._C._current_graph_task_id", "the number of the backward that this thread runs, its final callbacks included"
 )
 
 
 def in_backward() -> bool:
     """Whether this thread is running a backward, including callbacks that run at its end."""
-    return _graph_task() != -1
+    return current_backward() != -1
 
 
 _will_run: Callable[[Any], bool] = private(

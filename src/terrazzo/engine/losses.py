@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from terrazzo._torch.autograd import adds_to_leaves
+from terrazzo._torch.autograd import adds_to_leaves, current_backward
 from terrazzo._torch.dispatching import tree_leaves
 from terrazzo.engine.config import EngineConfig
 from terrazzo.engine.random_ltd import RandomLTD
@@ -40,7 +40,7 @@ class Losses:
 
     Attributes:
         scaled: whether the next backward is that of a loss that `Engine.scale` returned.
-        backwards: how many there have been in this step.
+        backwards: how many there have been in this step, of `Engine.backward` or of a loss.
         last: the sum of the losses that `Engine.backward` returned in the last step, on the device; None if none.
     """
 
@@ -52,7 +52,8 @@ class Losses:
         self._sync = True  # whether the next backward reduces gradients
         self._reduced = True  # whether the last one did
         self.scaled = False
-        self.backwards = 0  # the engine's own, of this step
+        self.backwards = 0
+        self._counted = -1  # the last backward that the user called, which arrives at each output of the model
         self._total: Tensor | None = None
         self.last: Tensor | None = None
 
@@ -78,11 +79,11 @@ class Losses:
     def _at_output(self, gradient: Tensor) -> None:
         """A gradient arrives at the model's output."""
         self._reduced = self._sync
-        if self._inside or not adds_to_leaves():
+        if self._inside or current_backward() == self._counted or not adds_to_leaves():
             return
         if self._engine.config.fp16.enabled and not self.scaled:
             raise EngineError(_UNSCALED)
-        self._direct = True
+        self._direct, self._counted = True, current_backward()
         self.backwards += 1
 
     @contextmanager

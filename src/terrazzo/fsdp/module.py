@@ -472,8 +472,11 @@ def _groups(module: Any, recurse: bool) -> list[Group]:
 
 def expect_backward(module: Any, *, reduces: bool, reshards: bool) -> None:
     """Set whether the next backward reduces gradients, all that there are, and whether it reshards."""
-    root_of(_group(module)).set_is_last(reduces)
-    _switch(_groups(module, True), gradient_sync=reduces, reshard_after_backward=reshards)
+    group = _group(module)
+    root = root_of(group)
+    root.set_is_last(reduces)
+    groups = root.groups if root.tops == (group,) else _groups(module, True)  # which walks through all modules
+    _switch(groups, gradient_sync=reduces, reshard_after_backward=reshards)
 
 
 def _pad(group: Group) -> None:
