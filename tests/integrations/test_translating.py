@@ -145,6 +145,12 @@ def check_placements() -> None:
             "order by coordinate": lambda lib: helper(f"{UTILS}._compute_local_shape_and_global_offset")(
                 (8, 4), (2, 2), (1, 0), strided(lib)
             ),
+            "all by name": lambda lib: helper(f"{UTILS}._compute_local_shape_and_global_offset")(
+                placements=strided(lib), my_coordinate=(1, 0), mesh_shape=(2, 2), global_shape=(8, 4)
+            ),
+            "some by name": lambda lib: helper(f"{UTILS}._compute_local_shape_and_global_offset")(
+                (8, 4), mesh_shape=(2, 2), my_coordinate=(1, 0), placements=strided(lib), skip_offset=True
+            ),
             "like a shard": lambda lib: [
                 helper(is_shard_like)(p) for p in (*strided(lib), lib.Replicate(), lib.Partial())
             ],
@@ -173,6 +179,10 @@ def check_placements() -> None:
         assert shape == (len(rows), 4) and (not len(rows) or offset == (int(rows[0]), 0))
         with pytest.raises(PrivateHelperError, match=r"length 6, a rank of \(2, 2\) holds under \[_StridedShard"):
             helper(f"{UTILS}._compute_local_shape_and_global_offset")((6, 4), (2, 2), (1, 0), placements)
+        with pytest.raises(PrivateHelperError, match=r"length 6, a rank of \(2, 2\) holds under \[_StridedShard"):
+            helper(f"{UTILS}._compute_local_shape_and_global_offset")(
+                (6, 4), mesh_shape=(2, 2), my_coordinate=(1, 0), placements=placements
+            )
         spec = helper("torch.distributed.tensor._dtensor_spec.DTensorSpec")
         assert spec is terrazzo.tensor.libraries.DTensorSpec
         with pytest.raises(PrivateHelperError, match="DTensorSpec, which is terrazzo's"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import io
 import types
 from collections.abc import Callable, Mapping
@@ -62,7 +63,7 @@ def translated(name: str, function: Callable[..., Any], replaced: Mapping[type[A
             there, named = translation.to_torch(args), translation.to_torch(kwargs)
             if translation.found:
                 if name in _CHECKS:
-                    _CHECKS[name](name, *args, **kwargs)
+                    _CHECKS[name](name, inspect.signature(function).bind(*args, **kwargs).arguments)
                 result = function(*there, **named)
                 translation.update_containers()
                 return translation.to_ours(result)
@@ -217,12 +218,10 @@ _OF_ONE_MODULE: Final = ("torch.distributed._composable_state.", "torch.distribu
 """Helpers that look at the module itself, not at its parameters."""
 
 
-def _check_even(
-    name: str, shape: Any, mesh: Any, third: Any = None, fourth: Any = None, *args: Any, **kwargs: Any
-) -> None:
+def _check_even(name: str, given: Mapping[str, Any]) -> None:
     """Raise for parts of different sizes whose order is not that of the mesh dims: PyTorch means others by it."""
-    placements = kwargs.get("placements", third if name.endswith(".compute_local_shape_and_global_offset") else fourth)
-    mesh_shape = tuple(getattr(mesh, "shape", mesh))
+    shape, placements = given["global_shape"], given["placements"]
+    mesh_shape = tuple(given["mesh"].shape if "mesh" in given else given["mesh_shape"])
     for p in placements:
         if isinstance(p, _StridedShard):
             dim = p.dim % len(shape)
@@ -235,7 +234,7 @@ def _check_even(
                 )
 
 
-_CHECKS: Final[Mapping[str, Callable[..., None]]] = {
+_CHECKS: Final[Mapping[str, Callable[[str, Mapping[str, Any]], None]]] = {
     "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": _check_even,
     "torch.distributed.tensor._utils._compute_local_shape_and_global_offset": _check_even,
 }
