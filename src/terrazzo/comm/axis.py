@@ -3,7 +3,6 @@
 import threading
 import weakref
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from terrazzo._torch.dispatching import unseen
 from terrazzo._torch.groups import backend_of, default_group, device_types, has_groups, is_alive, make_group
 from terrazzo._torch.groups import time_limit as time_limit_of
 from terrazzo.comm.mesh import when_groups_end
+from terrazzo.comm.numbering import next_number
 from terrazzo.comm.simulated import real_values
 from terrazzo.errors import CommError
 
@@ -151,10 +151,9 @@ def _group_of(ranks: tuple[int, ...], device_type: str, candidates: list[Process
     return _own_group(device_type, ranks)
 
 
-# The groups made below, while they are in use; how many were made of the same ranks; a lock per group being made.
+# The groups made below, while they are in use; a lock per group being made.
 _Key = tuple[str, tuple[int, ...], str]
 _groups: weakref.WeakValueDictionary[_Key, ProcessGroup] = weakref.WeakValueDictionary()
-_made: Counter[_Key] = Counter()
 _making: weakref.WeakValueDictionary[_Key, "_Making"] = weakref.WeakValueDictionary()
 
 
@@ -183,9 +182,9 @@ def _own_group(device_type: str, ranks: tuple[int, ...], beside: ProcessGroup | 
         # dist.new_group either must be called by every rank of the world, or names the group by the number of groups
         # that this process is in. An axis is made by its own ranks only, and after groups of some ranks that number
         # differs between them: they would wait for each other under different names. So the name is made from what all
-        # of them know. It includes a counter because a store remembers the names of old groups.
-        _made[key] += 1
-        name = f"terrazzo_{device_type}_{'_'.join(map(str, ranks))}{source}_{_made[key]}"
+        # of them know. It includes a number because a store remembers the names of old groups.
+        name = f"terrazzo_{device_type}_{'_'.join(map(str, ranks))}{source}"
+        name = f"{name}_{next_number(name)}"
         default = default_group()
         limit = time_limit_of(default, device_types(default)[0])
         _meet(ranks, name)

@@ -13,18 +13,17 @@ has ended, and so has the job), nothing is compared.
 from __future__ import annotations
 
 import hashlib
-import weakref
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import Store
 
 from terrazzo._threads import Worker
-from terrazzo._torch.groups import default_group, default_store
+from terrazzo._torch.groups import default_store
+from terrazzo.comm.numbering import next_number
 
 _asking = Worker("terrazzo-comparison")
 
@@ -51,12 +50,10 @@ class Comparison:
     @classmethod
     def among(cls, ranks: Sequence[int], name: str) -> Comparison:
         """A series of comparisons among global ranks of the default process group."""
-        made = _made.setdefault(default_group(), Counter())
         who = hashlib.blake2b(repr((name, tuple(ranks))).encode(), digest_size=12).hexdigest()
-        made[who] += 1
         default: Any = default_store()  # torch's stubs lack clone
         store = default.clone()
-        return cls(store, f"terrazzo/comparison/{who}/{made[who]}", ranks, dist.get_rank())
+        return cls(store, f"terrazzo/comparison/{who}/{next_number(who)}", ranks, dist.get_rank())
 
     def start(self, value: int, new_round: bool = False) -> Future[Difference | None]:
         """Compare `value`. The future waits for the store only, not for other ranks.
@@ -89,7 +86,3 @@ class Comparison:
                 self._reported = (turn, step)
                 return Difference((turn, step), rank, other)
         return None
-
-
-# How many series of a name were made among the same ranks: a store remembers the keys of old ones.
-_made: weakref.WeakKeyDictionary[ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,11 +37,9 @@ _VARIABLES: Final[Mapping[str, Mapping[str, Callable[[], Any]]]] = {
     "terrazzo.comm.axis": {
         "_axes_over": dict,
         "_groups": WeakValueDictionary,
-        "_made": Counter,
         "_making": WeakValueDictionary,
     },
     "terrazzo.comm.observe": {"observers": tuple, "end_observers": tuple},
-    "terrazzo.comm.watch": {"_differences": Counter},
     "terrazzo.deepspeed.utils.groups": {"_meshes": dict},
     "terrazzo.fsdp.meshes": {"_default": type(None)},
 }

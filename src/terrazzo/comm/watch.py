@@ -20,7 +20,7 @@ message lists them.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -38,6 +38,7 @@ from terrazzo._torch.groups import default_store
 from terrazzo.comm import wire
 from terrazzo.comm.axis import Axis, axis_beside
 from terrazzo.comm.in_process import is_rank_here
+from terrazzo.comm.numbering import next_number
 from terrazzo.comm.simulated import is_simulated
 from terrazzo.errors import CommError, DivergedRanksError
 
@@ -83,9 +84,8 @@ class _Comparing:
     work: Any  # what to wait for: a collective, or an event
     both: Tensor  # the largest checksum of all ranks, and the smallest, negated
     names: list[str]  # the events of this rank's checksum
+    number: int  # among those of the model; equal on the ranks that compare with each other
 
-
-_differences: Counter[tuple[int, ...]] = Counter()  # the number of those found so far, by the ranks that compared
 
 _CODES = {"run": 1, "unshard": 2, "reduce": 3, "all-reduce": 0}
 
@@ -107,6 +107,9 @@ class Watch:
         """
         others = axis is not None and axis.group is not None and not is_simulated(axis.group)
         self._axis: Axis | None = axis if others else None
+        if self._axis is not None:
+            compare_among = f"compare among {'-'.join(map(str, self._axis.ranks))}"
+            self._name = f"{compare_among}/{next_number(compare_among)}"  # equal on these ranks
         self._ranks = list(ranks)
         self.streams, self._stream, self._device = streams, stream, device
         self._beside = axis_beside(self._axis) if streams is None and self._axis is not None else None
@@ -160,8 +163,8 @@ class Watch:
         else:
             with torch.inference_mode(False), outside_transforms() if functorch_active() else nullcontext():
                 work, both = self._reduce_on_device(axis, self.streams, checksum)
-        self._comparing.append(_Comparing(work, both, names))
         self._compared += 1
+        self._comparing.append(_Comparing(work, both, names, self._compared))
 
     @torch.no_grad()
     def _reduce_on_device(self, axis: Axis, streams: Streams, checksum: int) -> tuple[Any, Tensor]:
@@ -206,8 +209,7 @@ class Watch:
         if largest != -smallest:
             self._comparing.clear()
             ranks = self._axis.ranks
-            _differences[ranks] += 1
-            name = f"difference {_differences[ranks]} of {'-'.join(map(str, ranks))}"
+            name = f"{self._name}/{comparing.number}"
             answers = _answers(name, dist.get_rank(), ranks, msgspec.json.encode(comparing.names)).values()
             everyone = [None if each is None else msgspec.json.decode(each, type=list[str]) for each in answers]
             raise DivergedRanksError(_first_difference(everyone, ranks))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed import ProcessGroup
 
+from terrazzo.comm.numbering import next_number
 from terrazzo.fsdp.meshes import DataMesh, InnerMesh
 from terrazzo.fsdp.misuse import remark_on_one_rank
 from terrazzo.fsdp.parameter import ShardedParameter
@@ -21,9 +20,6 @@ ATTRIBUTE = "_terrazzo_fsdp_group"
 
 # The most bytes of parameters of consecutive small groups that share messages, unless users set another limit.
 COALESCE_BYTES = 4 << 20
-
-# The number of groups so far, by the process group of the ranks that shard them.
-_made: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 _USUAL = Switches()
 
@@ -56,7 +52,7 @@ class Group:
         self.number = 0  # among the groups of one process group, which its ranks make in the same order
         shared = settings.mesh.shard.group
         if shared is not None:
-            self.number = _made[shared] = _made.get(shared, 0) + 1
+            self.number = next_number("fully_shard", shared)
         self.unit: Any = None  # the `Unit` that gathers and reduces it
         self.inner: dict[DataMesh, InnerMesh] = {}  # smaller meshes of `reshard_after_forward=N`
         if type(reshard_after_forward) is int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from datetime import timedelta
 
@@ -11,8 +10,6 @@ import torch.distributed as dist
 
 from terrazzo._torch import groups
 from terrazzo.testing.late.starting import init
-
-_ROUNDS = itertools.count()
 
 
 def init_process_group(timeout: timedelta = timedelta(minutes=5), device_id: torch.device | None = None) -> None:
@@ -32,7 +29,7 @@ def init_process_group(timeout: timedelta = timedelta(minutes=5), device_id: tor
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group(
         "cpu:gloo,late:late",
-        store=dist.PrefixStore(f"late {next(_ROUNDS)}", store),
+        store=dist.PrefixStore(f"late {store.add(f'late groups of {rank}', 1)}", store),
         rank=rank,
         world_size=world,
         timeout=timeout,
