@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrazzo.errors import LayoutError
-from terrazzo.layout.box import Box, boxes_of_flat_range
+from terrazzo.layout.box import Box, boxes_of_flat_range, make_up
 
 
 @st.composite
@@ -140,3 +140,38 @@ def test_refuses_what_is_no_box() -> None:
     for call, message in cases:
         with pytest.raises(LayoutError, match=message):
             call()
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape that is cut again and again, and mostly changed a little afterwards."""
+    shape = draw(shapes())
+    boxes = [Box.whole(shape)]
+    for _ in range(draw(st.integers(0, 6)) if shape else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, box.lengths[dim]))
+        boxes += box.split(dim, (at, box.lengths[dim] - at))
+    if draw(st.booleans()) and shape:
+        number = draw(st.integers(0, len(boxes) - 1))
+        moved = [max(start + draw(st.integers(-1, 1)), 0) for start in boxes[number].offsets]
+        boxes[number] = Box(tuple(moved), boxes[number].lengths)
+    return shape, draw(st.permutations(boxes))
+
+
+@given(st.one_of(tilings(), shape_and_boxes(3)))
+def test_boxes_make_up_a_shape_if_each_element_is_in_one(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, boxes = case
+    inside = [box for box in boxes if all(end <= n for end, n in zip(box.ends, shape, strict=True)) or box.is_empty]
+    once = bool((sum([mask(box, shape) for box in inside if not box.is_empty], np.zeros(shape, int)) == 1).all())
+    assert make_up(Box.whole(shape), boxes) == (once and len(inside) == len(boxes))
+
+
+def test_boxes_whose_corners_cancel_in_no_dim_are_no_way_to_use_up_memory() -> None:
+    assert not make_up(Box.whole((100,) * 64), [Box((n,) * 64, (1,) * 64) for n in range(100)])
+    whole = Box.whole((2,) * 12)  # but a grid in many dims is one
+    boxes = [whole]
+    for dim in range(12):
+        boxes = [part for box in boxes for part in box.split(dim, (1, 1))]
+    assert make_up(whole, boxes)
+    assert not make_up(whole, [*boxes[1:], boxes[1]])

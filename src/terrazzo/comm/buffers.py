@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import combinations, groupby
+from itertools import groupby
 from math import prod
 
 import torch
 from torch import Tensor
 
-from terrazzo.layout.box import Box
+from terrazzo.layout.box import Box, make_up
 
 
 def detached(x: Tensor) -> Tensor:
@@ -92,7 +92,4 @@ def assemble(parts: Sequence[Tensor], boxes: Sequence[Box | None], shape: Sequen
 @lru_cache(maxsize=1024)
 def _tile(boxes: tuple[Box | None, ...], shape: tuple[int, ...]) -> bool:
     """Whether the boxes cover a tensor of `shape`, each element once."""
-    there = [box for box in boxes if box is not None]
-    return sum(box.numel for box in there) == prod(shape) and all(
-        a.intersect(b) is None for a, b in combinations(there, 2)
-    )
+    return make_up(Box.whole(shape), filter(None, boxes))

@@ -7,9 +7,10 @@ A box is a set of elements, and a box without elements is a legal one: it inters
 A 0-d tensor is the box with no dims, and has one element.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from math import prod
 from typing import NamedTuple, Self
 
@@ -173,6 +174,39 @@ class Box:
     def _check_same_ndim(self, other: "Box") -> None:
         if len(self.offsets) != len(other.offsets):
             raise LayoutError(f"{self} and {other} are boxes in tensors with different numbers of dims")
+
+
+def make_up(whole: Box, boxes: Iterable[Box]) -> bool:
+    """Whether each element of `whole` is in exactly one of the boxes, and these have no other elements.
+
+    The number of boxes that an element is in is a step function; differentiated in each dim, it is a number at each
+    corner of a box. The boxes make up `whole` exactly if these numbers are its own. Corners in which boxes meet cancel
+    dim by dim, so the time grows with the number of boxes and not with its square. Boxes whose corners do not cancel in
+    more than 6 dims could have any number of corners: of these the answer is False.
+
+    >>> make_up(Box((0,), (4,)), [Box((0,), (2,)), Box((2,), (2,))])
+    True
+    >>> make_up(Box((0,), (4,)), [Box((0,), (2,)), Box((0,), (2,))])
+    False
+    """
+    counts: dict[tuple[int, ...], int] = defaultdict(int)  # by offset and end in each dim
+    for box in boxes:
+        if not box.is_empty:
+            counts[tuple(chain.from_iterable(zip(box.offsets, box.ends, strict=True)))] += 1
+    if not whole.is_empty:
+        counts[tuple(chain.from_iterable(zip(whole.offsets, whole.ends, strict=True)))] -= 1
+    most = len(counts) << 6
+    for dim in range(whole.ndim):
+        corners: dict[tuple[int, ...], int] = defaultdict(int)  # in the dims so far; the rest as before
+        for spans, count in counts.items():
+            if count:
+                before, (start, end), after = spans[:dim], spans[dim : dim + 2], spans[dim + 2 :]
+                corners[(*before, start, *after)] += count
+                corners[(*before, end, *after)] -= count
+        if len(corners) > most:
+            return False
+        counts = corners
+    return not any(counts.values())
 
 
 class Link(NamedTuple):

@@ -35,6 +35,7 @@ from terrazzo.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
+from terrazzo.checkpoint.native.chunks import complete_parts
 from terrazzo.checkpoint.native.commit import Commit, by_save, check_written, remove_ended
 from terrazzo.checkpoint.native.contents import StorageInfo
 from terrazzo.checkpoint.native.format import SEAL, lease_name, save_of
@@ -43,12 +44,14 @@ from terrazzo.checkpoint.native.root import TENSOR
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.checkpoint.native.tensors import dtype_name
+from terrazzo.checkpoint.native.verify import Damage
 from terrazzo.checkpoint.planner import TensorWriteData
 from terrazzo.checkpoint.storage import StorageReader, WriteResult
 from terrazzo.checkpoint.stores import Place, Store, Upload
 from terrazzo.checkpoint.torch_api.items import item_of, merged_entries
 from terrazzo.checkpoint.torch_api.storages import RowWriter
-from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.layout.box import Box
 
 
 class DCPReader(TableReader):
@@ -166,6 +169,12 @@ class DCP(Format):
 
     def verify(self, place: Place, progress: Callable[[int], None]) -> Checked:
         checked, metadata = Checked(), DCPReader(place).read_metadata()
+        for name, entry in metadata.state_dict_metadata.items():
+            try:
+                if isinstance(entry, TensorStorageMetadata):
+                    complete_parts(name, entry.chunks, Box.whole(entry.size))
+            except CheckpointError as error:
+                checked.damage.append(Damage(METADATA, str(error), name))
         begun: set[tuple[str, int]] = set()  # all tensors of a safetensors file have the position of the file's data
         for index, at in sorted(
             metadata.storage_data.items(), key=lambda pair: (pair[1].relative_path, pair[1].offset)

@@ -13,6 +13,7 @@ import torch
 
 from terrazzo.checkpoint.formats.format import Writing
 from terrazzo.checkpoint.metadata import Metadata, TensorStorageMetadata
+from terrazzo.checkpoint.native.chunks import complete_parts
 from terrazzo.checkpoint.native.format import SEAL
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
 from terrazzo.checkpoint.native.root import RAW, TYPED
@@ -98,6 +99,8 @@ class Source:
     def rows(self, progress: Callable[[str, int], None] | None = None, *, allow_pickle: bool = False) -> list[Row]:
         """All there is, chunk by chunk, to be written; a tensor is read when the writer needs it.
 
+        Raises unless each tensor's chunks make it up.
+
         Args:
             progress: called for each tensor that has been read, and each other value.
             allow_pickle: whether values that have no typed form are pickled.
@@ -107,6 +110,7 @@ class Source:
         for name, entry in self.metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
                 dtype, requires_grad = entry.properties.dtype, entry.properties.requires_grad
+                complete_parts(name, entry.chunks, Box.whole(entry.size))
                 for chunk in [chunk.box for chunk in entry.chunks] or [Box.whole(entry.size)]:
                     for part in row_major_windows(chunk.lengths, _CHUNK // dtype.itemsize):
                         form = form_of(dtype, tuple(entry.size), part.shifted(chunk.offsets), requires_grad)

@@ -19,7 +19,7 @@ from terrazzo.checkpoint.native.spans import StoredChunk, WantedBox, strides_of
 from terrazzo.checkpoint.native.tensors import dtype_name
 from terrazzo.checkpoint.stores import Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointNotFoundError
-from terrazzo.layout.box import Box
+from terrazzo.layout.box import Box, make_up
 
 
 class StoredBox(msgspec.Struct, frozen=True, eq=False):
@@ -78,7 +78,7 @@ def read_rows(asked: Sequence[Asked], targets: Sequence[torch.Tensor]) -> FilesR
             targets[number].copy_(each.rows[each.box.slices()])
             continue
         commons = [(number, row, common) for row in each.rows if (common := row.box.intersect(each.box)) is not None]
-        if sum(common.numel for _, _, common in commons) != each.box.numel:
+        if [common for _, _, common in commons] != [each.box] and not make_up(each.box, [c for _, _, c in commons]):
             raise CheckpointCorruptError(f"{each.name!r}: the files do not have all elements of {each.box} once")
         found += commons
     located = _located([row for _, row, _ in found])

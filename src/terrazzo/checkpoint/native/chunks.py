@@ -15,8 +15,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from terrazzo.errors import CheckpointError
-from terrazzo.layout.box import Box
+from terrazzo.errors import CheckpointCorruptError, CheckpointError
+from terrazzo.layout.box import Box, make_up
 
 _FEW: Final = 16  # below this, plain Python is faster than arrays
 
@@ -140,6 +140,11 @@ class Overlap(msgspec.Struct, frozen=True, gc=False):
     in_box: tuple[int, ...]  # and relative to the box
     lengths: tuple[int, ...]
 
+    @property
+    def common(self) -> Box:
+        """Where the common part is in the tensor."""
+        return Box(self.in_chunk, self.lengths).shifted(self.chunk.offsets)
+
 
 def overlapping(chunks: Chunks | Sequence[Any], box: Box) -> tuple[Overlap, ...]:
     """What a box shares with each chunk that has elements of it: of a table, or of a list of PyTorch's chunks."""
@@ -158,18 +163,25 @@ def overlapping(chunks: Chunks | Sequence[Any], box: Box) -> tuple[Overlap, ...]
 
 
 def complete_parts(source: str, chunks: Chunks | Sequence[Any], box: Box) -> tuple[Overlap, ...]:
-    """The parts of chunks that make up a box of the tensor stored as `source`; raises if some of it is missing.
+    """The parts of chunks that make up a box of the tensor stored as `source`; raises if some of it is missing,
+    or there more than once.
 
     `chunks` may be the list of an entry of the metadata.
     """
-    parts = overlapping(getattr(chunks, "table", chunks), box)
+    table = getattr(chunks, "table", chunks)
+    parts = overlapping(table, box)
     if len(parts) == 1 and parts[0].lengths == box.lengths:  # as mostly
         return parts
     missing = box.numel - sum([prod(part.lengths) for part in parts])
-    if missing:
+    if missing > 0:
         raise CheckpointError(
             f"{source!r}: {missing} of the {box.numel} elements that are needed are not in the checkpoint, which is "
             f"incomplete"
+        )
+    if missing or not (isinstance(table, GridChunks) or make_up(box, [part.common for part in parts])):
+        raise CheckpointCorruptError(
+            f"{source!r}: chunks of the checkpoint overlap, so some elements that are needed are there more than once"
+            f"{'' if missing else ', and others not at all'}; save it again"
         )
     return parts
 

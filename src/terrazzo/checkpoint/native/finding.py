@@ -26,7 +26,7 @@ from terrazzo.checkpoint.native.root import TENSOR, Root, RootTensor
 from terrazzo.checkpoint.native.spans import StoredChunk, WantedBox
 from terrazzo.checkpoint.stores.base import Store
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from terrazzo.layout.box import Box
+from terrazzo.layout.box import Box, make_up
 
 _LARGEST_FRAME: Final = 16 << 20  # bytes that are compressed together: as much memory is needed to read one of them
 
@@ -238,20 +238,22 @@ class PartIndexes:
         boxes = rows.boxes_of(numbers, len(tensor.shape))
         inside = (boxes[:, 0] < np.array(wanted.ends)) & (boxes.sum(axis=1) > np.array(wanted.offsets))
         numbers, boxes = numbers[inside.all(axis=1)], boxes[inside.all(axis=1)]
-        found, missing = [], wanted.numel
+        found: list[WantedBox] = []
+        commons: list[Box] = []
         chunks = self._chunks(part, rows, numbers, [tensor] * len(numbers))
         for chunk, (offsets, lengths) in zip(chunks, boxes.tolist(), strict=True):
             box = Box(tuple(offsets), tuple(lengths))
             common = box.intersect(wanted)
             if common is None:
                 continue
-            missing -= common.numel
+            commons.append(common)
             inner = common.relative_to(box)
             own = common.relative_to(wanted)
             found.append(WantedBox(chunk, inner.offsets, inner.lengths, number, own))
-        if missing:
+        if not make_up(wanted, commons):
             raise CheckpointCorruptError(
-                f"{self.root.source}: {missing} elements of {tensor.name!r} are not where the manifest says"
+                f"{self.root.source}: the index of part {part} has not each element of {tensor.name!r} once that the "
+                "manifest says it has"
             )
         return found
 

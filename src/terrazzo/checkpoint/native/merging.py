@@ -24,7 +24,7 @@ from terrazzo.checkpoint.native.index import Array, name_hash
 from terrazzo.checkpoint.native.parts import WrittenPart, entries_of, u4_of, unpacked
 from terrazzo.checkpoint.native.root import ObjectEntry, RootHead, RootTensor, TensorEntry, encode_root
 from terrazzo.errors import CheckpointError
-from terrazzo.layout.box import Box
+from terrazzo.layout.box import Box, make_up
 
 _NOBODY: Final = 0xFFFFFFFF
 Layout: TypeAlias = tuple[int, ...] | bytes  # the steps of a grid, or all boxes
@@ -305,7 +305,7 @@ def faults_of(tensors: Sequence[tuple[Sequence[int], Sequence[Any]]]) -> list[tu
         shapes = np.array([tensors[number][0] for number in numbers], dtype=np.int64)
         boxes = np.array([tensors[number][1] for number in numbers], dtype=np.int64)
         boxes = boxes.reshape(len(numbers), count, 2, ndim)
-        faults += [(numbers[row], fault) for row, fault in _faults(shapes, boxes[:, :, 0], boxes[:, :, 1])]
+        faults += [(numbers[row], fault) for row, fault in faults_alike(shapes, boxes)]
     return faults
 
 
@@ -330,11 +330,15 @@ def refuse(faults: Sequence[tuple[str, str]]) -> None:
         )
 
 
-def _faults(shapes: Array, offsets: Array, lengths: Array) -> list[tuple[int, str]]:
-    """What is wrong with tensors that have equally many chunks: `offsets` and `lengths` are (tensors, chunks, dims)."""
+def faults_alike(shapes: Array, boxes: Array) -> list[tuple[int, str]]:
+    """The same of tensors that have equally many chunks: `boxes` are (tensors, chunks, 2, dims), offsets and lengths.
+
+    Empty chunks are only those of empty tensors.
+    """
+    offsets, lengths = boxes[:, :, 0], boxes[:, :, 1]
     whole = shapes.prod(axis=1)
     written = lengths.prod(axis=2).sum(axis=1)
-    outside = (offsets + lengths > shapes[:, None]).any(axis=(1, 2))
+    outside = ((offsets < 0) | (offsets > shapes[:, None] - lengths)).any(axis=(1, 2))
     faults = [
         (row, f"a chunk reaches beyond the shape {shapes[row].tolist()}") for row in np.nonzero(outside)[0].tolist()
     ]
@@ -365,14 +369,6 @@ def _overlaps(shapes: Array, offsets: Array, lengths: Array) -> Array:
     place.sort(axis=1)
     overlaps: Array = (place[:, 1:] == place[:, :-1]).any(axis=1)  # in a grid, chunks that differ are disjoint
     for row in np.nonzero(~grid)[0].tolist():
-        overlaps[row] = _any_pair_overlaps(offsets[row], lengths[row])
+        boxes = map(Box, map(tuple, offsets[row].tolist()), map(tuple, lengths[row].tolist()))
+        overlaps[row] = not make_up(Box.whole(shapes[row].tolist()), boxes)
     return overlaps
-
-
-def _any_pair_overlaps(offsets: Array, lengths: Array) -> bool:
-    ends = offsets + lengths
-    for row in range(len(offsets) - 1):
-        common = (offsets[row] < ends[row + 1 :]) & (offsets[row + 1 :] < ends[row])
-        if bool(common.all(axis=1).any()):
-            return True
-    return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -11,13 +11,16 @@ from typing import Final
 
 import numpy as np
 
+from terrazzo.checkpoint.native.chunks import GridChunks, complete_parts
 from terrazzo.checkpoint.native.commit import committed_manifest
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
 from terrazzo.checkpoint.native.index import RAW, Array, IndexRows
+from terrazzo.checkpoint.native.merging import faults_alike
 from terrazzo.checkpoint.native.root import FileEntry, Root
 from terrazzo.checkpoint.stores.base import Store, write_pieces
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.layout.box import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +71,18 @@ def _stored(manifest: Root, store: Store, damage: list[Damage]) -> tuple[dict[st
     found: dict[str, list[Array]] = defaultdict(list)
     names: list[str] = []
     indexes = PartIndexes(manifest, store)
-    elements = np.zeros(len(manifest.head.tensors), dtype=np.int64)
+    boxes: dict[int, list[tuple[Array, Array]]] = defaultdict(list)  # by dims: the tensors, and a box of each
     for part, entry in enumerate(manifest.head.parts):
         try:
             rows, numbers, places = indexes.rows_of(part)
             tensors = [manifest.head.tensors[place] for place in places.tolist()]
-            np.add.at(elements, places, indexes.sizes_of(part, rows, numbers, tensors))
+            elements = indexes.sizes_of(part, rows, numbers, tensors)
         except (CheckpointError, OSError) as error:
             damage.append(Damage(entry.index_file or MANIFEST, str(error)))
             continue
+        for ndim in np.unique(rows.ndims[numbers]).tolist():
+            chosen = (rows.ndims[numbers] == ndim) & (elements > 0)
+            boxes[ndim].append((places[chosen], rows.boxes_of(numbers[chosen], ndim)))
         blocks, files = _blocks_of(rows, numbers), rows.files[numbers]
         in_file = files[blocks[0]]
         blocks[0] += len(names)
@@ -84,10 +90,36 @@ def _stored(manifest: Root, store: Store, damage: list[Damage]) -> tuple[dict[st
         for file in np.unique(files).tolist():
             found[entry.files[file].name].append(blocks[:, in_file == file])
     if not damage:
-        for tensor, stored in zip(manifest.head.tensors, elements.tolist(), strict=True):
-            if stored != prod(tensor.shape):
-                raise CheckpointCorruptError(f"{tensor.name}: {stored} of {prod(tensor.shape)} elements are stored")
+        _check_boxes(manifest, boxes)
     return found, names
+
+
+def _check_boxes(manifest: Root, found: Mapping[int, Sequence[tuple[Array, Array]]]) -> None:
+    """Raise unless each tensor is made up by its boxes in the indexes, and by its chunks in the root."""
+    tensors = manifest.head.tensors
+    for tensor in {(each.shape, each.layout): each for each in tensors}.values():
+        chunks = manifest.chunks(tensor)
+        if not isinstance(chunks, GridChunks):
+            complete_parts(tensor.name, chunks, Box.whole(tensor.shape))
+    counts = np.zeros(len(tensors), dtype=np.int64)
+    for ndim, parts in found.items():
+        places = np.concatenate([each for each, _ in parts])
+        boxes = np.concatenate([each for _, each in parts])[np.argsort(places, kind="stable")]
+        here = np.bincount(places, minlength=len(tensors))
+        counts += here
+        firsts = np.cumsum(here) - here
+        for count in np.unique(here[here > 0]).tolist():
+            members = np.nonzero(here == count)[0]
+            of = [tensors[member] for member in members.tolist()]
+            if any(len(tensor.shape) != ndim for tensor in of):
+                raise CheckpointCorruptError(f"{manifest.source}: an index has boxes of other dims than their tensors")
+            shapes = np.array([tensor.shape for tensor in of], dtype=np.int64).reshape(len(of), ndim)
+            chosen = boxes[firsts[members][:, None] + np.arange(count)]
+            for row, fault in faults_alike(shapes, chosen):
+                raise CheckpointCorruptError(f"{of[row].name}: {fault}")
+    for tensor, count in zip(tensors, counts.tolist(), strict=True):
+        if not count and 0 not in tensor.shape:
+            raise CheckpointCorruptError(f"{tensor.name}: 0 of {prod(tensor.shape)} elements are stored")
 
 
 def _blocks_of(rows: IndexRows, numbers: Array) -> Array:

@@ -41,7 +41,7 @@ from terrazzo.errors import (
     CheckpointNotFoundError,
     UnsupportedValueError,
 )
-from terrazzo.layout.box import Box, row_major_windows
+from terrazzo.layout.box import Box, make_up, row_major_windows
 
 # How PyTorch's writer says which part of a tensor a file has, where ranks have written files of their own.
 _SHARDING: Final = "DCP_SHARDING_INFO"
@@ -187,6 +187,8 @@ class HuggingFaceReader(TableReader):
         if len({box.offsets for box, _ in parts}) != len(parts):
             files = " and ".join(sorted({chunk.file.name for _, chunk in parts}))
             raise CheckpointCorruptError(f"{self.place}: {name!r} is in {files}, and no index says which one counts")
+        if len(parts) > 1 and not make_up(Box.whole(size), [box for box, _ in parts]):
+            raise CheckpointCorruptError(f"{self.place}: the parts of {name!r} overlap, by their offsets")
         return tensor_entry(dtype_from_name(dtype), size, [box for box, _ in parts])
 
 
