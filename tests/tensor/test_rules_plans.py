@@ -134,7 +134,7 @@ POINTWISE = [
     says("R -> R", torch.pow, "P 8,6", 2),
     says("P R' -> P", torch.mul, "P 8,6", "P 8,6"),
     says("R R -> R", torch.maximum, "P 8,6", "P 8,6"),
-    says("R -> R", torch.Tensor.long, "P 8,6"),
+    says("P -> P", torch.Tensor.long, "P 8,6"),  # unless the dtypes, which plans do not know, are different
     says("R -> R", torch.neg, "M 8,6"),
 ]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ranks import run_ranks
 from terrazzo.errors import DTensorError
-from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, explain, init_device_mesh
 
 R = Replicate()
 
@@ -45,6 +45,101 @@ def check_conversions_to_integers() -> None:
         assert result.full_tensor().tolist() == [[2]] and result.placements == (target,)
     for call in (lambda x: x.sum(dtype=torch.int64), lambda x: x.cumsum(0, dtype=torch.int64), lambda x: x.long()):
         assert call(x).full_tensor().flatten().tolist() == [2]
+
+
+def _in_autocast(x: DTensor, weight: DTensor) -> DTensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return (
+            torch.nn.functional.conv1d(x.reshape(2, 1, 1), weight) + torch.matmul(x.reshape(2, 1), weight[0])[..., None]
+        )
+
+
+def check_conversions_to_fewer_digits() -> None:
+    """Terms that cancel in part, so that each of them, rounded, has a larger error than their sum has."""
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    terms = torch.tensor([[1 + 2.0**-12, 7e4], [-1.0, -6e4]], dtype=torch.float64)
+    half = DTensor.from_local(torch.ones(2, dtype=torch.float16), mesh, [R])
+    weight = DTensor.from_local(torch.ones(1, 1, 1), mesh, [R])
+    to_half = {"dtype": torch.float16}
+    calls: dict[str, Any] = {
+        "half": lambda x: x.half(),
+        "bfloat16": lambda x: x.bfloat16(),
+        "float": lambda x: x.float(),
+        "to": lambda x: x.to(torch.float16),
+        "to a device": lambda x: x.to("cpu", torch.float16),
+        "to other": lambda x: x.to(half),
+        "type": lambda x: x.type(torch.float16),
+        "type_as": lambda x: x.type_as(half),
+        "_to_copy": lambda x: torch.ops.aten._to_copy(x, **to_half),
+        "long": lambda x: x.long(),
+        "bool": lambda x: (x - x).bool(),
+        "chalf": lambda x: torch.view_as_real(x.to(torch.complex32)),
+        "real part": lambda x: torch.complex(x, x).to(torch.float32),
+        "sum": lambda x: x.sum(**to_half),
+        "mean": lambda x: x.mean(0, keepdim=True, **to_half),
+        "cumsum": lambda x: x.cumsum(0, **to_half),
+        "softmax": lambda x: x.softmax(0, **to_half),
+        "promotion": lambda x: x[0] * half,
+        "an integer's division": lambda x: (x * 1000).long() / 2,
+        "autocast": lambda x: _in_autocast(x.float(), weight),
+        "a list": lambda x: torch.cat([x.half(), half]),
+    }
+    for op in ("sum", "avg", "max"):
+        for name, call in calls.items():
+            local = terms[rank].clone().requires_grad_()
+            x = DTensor.from_local(local, mesh, [Partial(op)])
+            whole = {"sum": terms.sum(0), "avg": terms.mean(0), "max": terms.amax(0)}[op].requires_grad_()
+            plain = DTensor.from_local(whole, mesh, [R])
+            result, expected = call(x), call(plain)
+            where = f"{name} of {op}"
+            assert result.dtype == expected.dtype, where
+            torch.testing.assert_close(
+                result.full_tensor(), expected.to_local(), msg=where, equal_nan=True, rtol=0, atol=0
+            )
+            if result.requires_grad and name != "softmax":
+                result.full_tensor().float().sum().backward()
+                expected.to_local().float().sum().backward()
+                mine = terms[rank] == terms.amax(0)
+                part = whole.grad * {"sum": 1.0, "avg": 0.5, "max": mine.double()}[op]
+                torch.testing.assert_close(local.grad, part, msg=where)
+        for target, dtype in product((Partial(), Partial("max"), R), (torch.float16, torch.int32)):
+            lowest = DTensor.from_local(torch.full((2,), -(2**15), dtype=dtype), mesh, [target])
+            written = lowest if target == Partial("max") else lowest - lowest
+            expected = plain.detach().to(dtype).to_local()
+            torch.testing.assert_close(written.copy_(x.detach()).full_tensor(), expected, rtol=0, atol=0)
+            if dtype is torch.float16:
+                torch.add(x.detach(), 0, out=written)
+                torch.testing.assert_close(written.full_tensor(), expected, rtol=0, atol=0)
+
+
+def check_conversions_that_keep_terms() -> None:
+    mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
+    local = torch.arange(4.0).bfloat16() + rank
+    for placements in ([Partial(), Partial()], [Shard(0), Partial()], [Partial("avg"), R]):
+        x = DTensor.from_local(local, mesh, placements)
+        for wide in (x.float(), x.to(torch.float64), x.to(torch.complex64), x * torch.ones((), dtype=torch.float64)):
+            assert wide.placements == tuple(placements)
+        torch.testing.assert_close(x.float().full_tensor(), x.full_tensor().float())
+        assert x.to(torch.complex64).to(torch.float32).placements == tuple(placements)
+        narrow = x.float().half()
+        assert narrow.placements == tuple(p if p == Shard(0) else R for p in placements)
+    x = DTensor.from_local(local, mesh, [Partial(), Partial()])
+    assert "reduced first" in str(explain(torch.Tensor.half, x)) and not explain(torch.Tensor.double, x).note
+    assert "reduced first" in explain(torch.Tensor.copy_, x, x.float()).note
+    for op in ("sum", "max", "product"):
+        x = DTensor.from_local(torch.arange(4) + rank, mesh, [Partial(op), R])
+        assert x.long() is x and x.to(torch.int64) is x and x.type_as(x) is x
+        assert x.int().placements == x.double().placements == (R, R)
+    # Terms of an integer type that is too small for their sum, which wraps around before it is converted.
+    x = DTensor.from_local(torch.full((2,), 100, dtype=torch.int8), mesh, [Partial(), R])
+    for call in (lambda x: x.int(), lambda x: x.float(), lambda x: x.sum(), lambda x: x * 1.0):
+        torch.testing.assert_close(call(x).full_tensor(), call(x.full_tensor()))
+    # Written in place: the other terms are of a wider type.
+    half = DTensor.from_local(torch.zeros(1, dtype=torch.float16), mesh, [Partial(), R])
+    terms = DTensor.from_local(torch.tensor([7e4 if rank < 2 else -7e4]), mesh, [Partial(), R])
+    for write in (lambda: half.add_(terms), lambda: half.sub_(terms), lambda: torch._foreach_add_([half], [terms])):
+        write()
+        assert half.full_tensor().tolist() == [0] and half.placements[0] == Partial()
 
 
 def check_gradients() -> None:
@@ -198,6 +293,14 @@ def test_views_as_other_types_pass_sums_only() -> None:
 
 def test_terms_are_not_rounded_one_by_one() -> None:
     run_ranks(2, check_conversions_to_integers)
+
+
+def test_terms_are_reduced_before_their_dtype_loses_digits() -> None:
+    run_ranks(2, check_conversions_to_fewer_digits)
+
+
+def test_terms_pass_where_their_dtype_loses_none() -> None:
+    run_ranks(4, check_conversions_that_keep_terms)
 
 
 def test_a_gradient_is_the_tensors_whatever_its_terms() -> None:

@@ -20,9 +20,10 @@ from terrazzo.tensor.dispatch.candidates import Candidate, Cost
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.plain import check_one_mesh, describe
-from terrazzo.tensor.dispatch.planner import Choice, choices, make_plan
+from terrazzo.tensor.dispatch.planner import CallPlan, Choice, choices, make_plan
 from terrazzo.tensor.dispatch.spec import Call, Spec
-from terrazzo.tensor.dispatch.structure import get_at
+from terrazzo.tensor.dispatch.structure import get_at, map_tensors, on_one_element
+from terrazzo.tensor.dispatch.terms import keep_terms, passing_terms
 from terrazzo.tensor.ops.forms import form_of
 from terrazzo.tensor.ops.table import apply_rule, operation
 
@@ -160,9 +161,27 @@ def _note(call: Call, spec: Spec, func: Any, loc: list[Any], kw: dict[str, Any])
         return "no candidate keeps the placements of the written tensor: the result is computed and then copied there"
     if call.operands[0].layout.coord is not None and not takes_empty_shards(spec, plan, func, loc, kw, call.inplace):
         return "not run as shown below: some rank would have an empty shard, which the function does not accept"
+    if not _holds_terms(call, spec, plan, func, loc, kw):
+        return (
+            "not run as shown below: the dtype of the result cannot hold the terms of the operands, so these are "
+            "reduced first"
+        )
     if plan.joined is not None and plan.joined.applies(loc, kw):
         return "terms of this dtype are reduced at once, in float32; in bytes"
     return ""
+
+
+def _holds_terms(call: Call, spec: Spec, plan: CallPlan, func: Any, loc: list[Any], kw: dict[str, Any]) -> bool:
+    passing = passing_terms(spec, plan, call.inplace)
+    if not passing:
+        return True
+    made: list[torch.dtype] = []
+    try:
+        map_tensors(loc[0] if call.inplace else on_one_element(func, loc, kw), lambda t: made.append(t.dtype))
+    except Exception:
+        return True  # the function does not work on one element, so its dtype is not known before it runs
+    terms = [(o.src, get_at(loc, kw, o.path).dtype) for o in plan.operands if o.path in passing]
+    return all(keep_terms(layout, dtype, made) for layout, dtype in terms)
 
 
 def _dim_choice(choice: Choice, ranks: int, width: int) -> DimChoice:

@@ -25,6 +25,7 @@ from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import first_run
 from terrazzo.tensor.dispatch.shapes import check_shapes
 from terrazzo.tensor.dispatch.spec import Call, Spec
+from terrazzo.tensor.dispatch.terms import are_kept, checking_terms, passing_terms, reduced_first
 from terrazzo.tensor.dtensor import DTensor, key_of_call
 from terrazzo.tensor.links import links, plain_tensors_replicated
 from terrazzo.tensor.ops.forms import Form, form_of, signatures, with_integers
@@ -158,7 +159,13 @@ def _run_planned(
     if call.operands[0].layout.coord is None:
         route = route_outside_mesh(call, plan)
         return route(call.func, args, loc, kw, dict(kwargs)), route
-    return first_run(call.name, spec, plan, call.func, args, loc, kw, dict(kwargs))
+    result, route = first_run(call.name, spec, plan, call.func, args, loc, kw, dict(kwargs))
+    terms = passing_terms(spec, plan)
+    if terms:
+        route = checking_terms(route, terms)
+        if not are_kept(result, terms, args, kwargs):
+            result = reduced_first(call.func, terms, args, kwargs)
+    return result, route
 
 
 def _guarded(guard: Callable[[Sequence[Any], Mapping[str, Any]], bool], spec: Spec, call: Call, way: Route) -> Route:

@@ -43,12 +43,13 @@ def takes_empty_shards(
         if shapes not in tried and not all(prod(s) or not prod(o.shape) for s, o in zip(shapes, layouts, strict=True)):
             tried.add(shapes)
             promised = [tuple(out.lengths(at)) for out in plan.outs]
-            if not _works(plan, func, loc, kw, shapes, promised, inplace):
+            if not _works(spec, plan, func, loc, kw, shapes, promised, inplace):
                 return False
     return True
 
 
 def _works(
+    spec: Spec,
     plan: CallPlan,
     func: Any,
     loc: Sequence[Any],
@@ -58,12 +59,12 @@ def _works(
     inplace: bool,
 ) -> bool:
     probes: list[torch.Tensor] = []
-    for o, shape in zip(plan.operands, shapes, strict=True):
+    for i, (o, shape) in enumerate(zip(plan.operands, shapes, strict=True)):
         local = get_at(loc, kw, o.path)
         written = inplace and o.path == (0,)
         # Tensors with elements are expanded from one element, except those that are written to.
         probe = local.new_zeros(shape) if written else local.new_zeros(()).expand(shape)
-        differentiable = not written and (local.is_floating_point() or local.is_complex())
+        differentiable = not written and i not in spec.unread and (local.is_floating_point() or local.is_complex())
         probes.append(probe.requires_grad_(differentiable))
     try:
         with unseen(), torch.enable_grad():

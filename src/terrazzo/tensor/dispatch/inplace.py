@@ -29,6 +29,7 @@ from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import in_place_route
 from terrazzo.tensor.dispatch.spec import Call
 from terrazzo.tensor.dispatch.structure import on_one_element
+from terrazzo.tensor.dispatch.terms import checking_terms_in_place, keep_terms, passing_terms, without_terms
 from terrazzo.tensor.dtensor import DTensor, become, wrap
 from terrazzo.tensor.ops.table import apply_rule
 from terrazzo.tensor.redistribute import redistribute_local
@@ -82,6 +83,8 @@ def run_in_place(
         stays = plan is not None and plan.operands[0].src is plan.operands[0].dst and not plan.operands[0].cast
         if plan is not None and stays and takes_empty_shards(spec, plan, call.func, loc, kw, inplace=True):
             run = in_place_route(call.name, plan)
+            if terms := passing_terms(spec, plan, inplace=True):
+                run = checking_terms_in_place(run, terms)
             remember(key, run)
             return run(call.func, args, loc, kw, dict(kwargs))
     functional = _functional(call)
@@ -137,6 +140,8 @@ def write(target: DTensor, value: DTensor) -> None:
     """Copy `value` over `target`, in `target`'s layout; differentiable."""
     _check_written(value, target)
     check_no_overlap(target._local, target._layout.shape)  # before communicating: some ranks have nothing to write
+    if not keep_terms(value._layout, value.dtype, [target.dtype]):
+        value = cast(DTensor, without_terms(value).to(target.dtype))
     local = redistribute_local(value._local, value._layout, target._layout)
     target._local.copy_(local)
 

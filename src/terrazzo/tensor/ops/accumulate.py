@@ -17,7 +17,7 @@ from terrazzo.comm.differentiable import reduce_replicate
 from terrazzo.layout import Layout, Partial
 from terrazzo.tensor.dispatch.spec import HALF, Chosen, Joined, LocalFunction, result_type
 from terrazzo.tensor.dispatch.structure import on_one_element
-from terrazzo.tensor.dtensor import DTensor
+from terrazzo.tensor.dispatch.terms import without_terms
 from terrazzo.tensor.redistribute import redistribute_local
 
 
@@ -31,18 +31,12 @@ def in_working_type(x: Any) -> Any:
 
     Terms may be much larger than their sum, so a result computed from them could overflow a half type at the end.
     """
-    return _without_terms(x).float() if x.dtype in HALF else x
+    return without_terms(x).float() if x.dtype in HALF else x
 
 
 def rounded(x: Any, dtype: torch.dtype) -> Any:
     """A DTensor in `dtype`; terms of another dtype are reduced before the conversion."""
-    return x if x.dtype == dtype else _without_terms(x).to(dtype)
-
-
-def _without_terms(x: Any) -> Any:
-    if not isinstance(x, DTensor) or x._layout.dual is x._layout:
-        return x
-    return x.redistribute(placements=x._layout.dual.shown)
+    return x if x.dtype == dtype else without_terms(x).to(dtype)
 
 
 def product_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:

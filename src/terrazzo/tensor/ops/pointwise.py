@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from terrazzo.layout import Partial
 from terrazzo.tensor.dispatch.shapes import broadcast_shapes, dims_within
 from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec, Static, within
 from terrazzo.tensor.ops.table import decomposition, elementwise, rule
@@ -22,14 +21,13 @@ from terrazzo.tensor.ops.table import decomposition, elementwise, rule
 _LINEAR_UNARY = frozenset(
     [
         *("neg", "positive", "conj", "conj_physical", "resolve_conj", "resolve_neg", "deg2rad", "rad2deg"),
-        *("real", "imag", "half", "float", "double", "bfloat16", "cfloat", "cdouble"),
+        *("real", "imag"),
     ]
 )
 # Elementwise, but not tagged so by all versions of PyTorch.
 _ALSO_POINTWISE = frozenset(
     [
-        *("type", "half", "float", "double", "bfloat16", "long", "int", "short", "char", "byte", "bool", "cfloat"),
-        *("cdouble", "_to_copy", "real", "imag", "conj", "resolve_conj", "resolve_neg", "complex", "polar", "isreal"),
+        *("type", "real", "imag", "conj", "resolve_conj", "resolve_neg", "complex", "polar", "isreal"),
         *("isclose", "floor_divide", "fake_quantize_per_tensor_affine", "hardswish", "leaky_relu", "logsigmoid"),
         *("log_sigmoid", "softsign", "tanhshrink", "special_erf", "special_erfc", "special_exp2", "special_expm1"),
         *("special_i0", "special_log1p"),
@@ -87,47 +85,26 @@ def _linear_groups(call: Call) -> Sequence[tuple[int, ...]]:
     if name == "div":
         rounding = call.kwargs.get("rounding_mode")
         return [(0,)] if rounding is None and call.operands[0].path == (0,) else []
-    if name == "_to_copy":
-        dtype = call.kwargs.get("dtype")
-        return [(0,)] if dtype is None or dtype.is_floating_point or dtype.is_complex else []
     if name == "where" and count == 3:
         return [(1, 2)]
     return []
 
 
 @rule("clone", "alias", "lift_fresh", "detach", "_conj_copy", "requires_grad", "cpu", "cuda", "pin_memory")
+@rule("half", "float", "double", "bfloat16", "cfloat", "cdouble", "chalf", "_to_copy")
+@rule("long", "int", "short", "char", "byte", "bool")
 def same_elements(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
+    """Also conversions: `dispatch.terms` reduces the terms that a dtype cannot hold."""
     return within(input, linear=[(0,)], moves_only=True)
 
 
-@rule("to")
-def to(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec | None:
-    others = call.operands[1:]
-    if len(others) > 1:
-        return None
-    dtypes = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
-    return _converted(input, others, all(d.is_floating_point or d.is_complex for d in dtypes))
-
-
-@rule("type_as")
-def type_as(call: Call, input: Operand, other: Operand) -> Spec | None:
-    return _converted(input, [other], False)
-
-
-def _converted(input: Operand, others: list[Operand], keeps_terms: bool) -> Spec | None:
-    """The other tensor gives only dtype and device, so it is not redistributed."""
-    if others and any(isinstance(p, Partial) for p in input.placements):
-        return None  # plans do not depend on dtypes, and terms may be converted to floats but not to integers
+@rule("to", "type_as")
+def to(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
+    """The other tensor, if there is one, gives only dtype and device, so it is not redistributed."""
     dims = tuple(range(input.ndim))
-    ins: list[Dims] = [dims, *[(None,) * o.ndim for o in others]]
-    return Spec(ins, [dims], [input.shape], linear=[(0,)] if keeps_terms else [], unread=frozenset(range(1, len(ins))))
-
-
-@decomposition("type_as", "to")
-def to_type_of(input: Any, other: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(other, torch.Tensor):
-        return NotImplemented
-    return input.to(other.device, other.dtype, *args, **kwargs)
+    ins: list[Dims] = [dims, *[(None,) * o.ndim for o in call.operands[1:]]]
+    unread = frozenset(range(1, len(ins)))
+    return Spec(ins, [dims], [input.shape], linear=[(0,)], moves_only=True, unread=unread)
 
 
 @rule("copy")
@@ -137,13 +114,7 @@ def copy(call: Call, input: Operand, src: Operand, non_blocking: bool = False) -
         return None
     # PyTorch has no gradient for the functional form of copy.
     localize = None if call.inplace else lambda chosen: _copied
-    dims = tuple(range(len(out)))
-    spec = Spec(ins, [dims], [out], linear=[(0, 1)], moves_only=True, localize=localize)
-    if any(isinstance(p, Partial) for o in (input, src) for p in o.placements):
-        # A sum that is converted, to an integer for example, is not the sum of its converted terms.
-        spec.guard = lambda loc, kw: loc[0].dtype == loc[1].dtype
-        spec.otherwise = Spec(ins, [dims], [out], localize=localize)
-    return spec
+    return Spec(ins, [tuple(range(len(out)))], [out], linear=[(0, 1)], moves_only=True, localize=localize)
 
 
 def _copied(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
