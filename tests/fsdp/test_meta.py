@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -146,18 +147,11 @@ def test_an_optimizer_built_on_the_meta_device_trains_the_model():
 def check_replaced() -> None:
     """Where parameters become other objects, an optimizer of the former ones raises, also after its first step."""
     x = torch.randn(4, 6)
-    for what in ("a module inside", "weak references", "assign", "assign, later", "assignment"):
-        with torch.device("meta" if what in ("a module inside", "weak references") else "cpu"):
-            model: Any = nn.Sequential(nn.Linear(6, 6), nn.LSTM(6, 6))
+    for what in ("assign", "assign, later", "assignment"):
+        model: Any = nn.Sequential(nn.Linear(6, 6), nn.LSTM(6, 6))
         fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        if what == "a module inside":
-            for module in model:
-                module.to_empty(device=device_type())
-                module.reset_parameters()
-        elif what == "weak references":
-            with_values(model)
-        elif what == "assignment":
+        if what == "assignment":
             model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
         else:
             if what == "assign, later":
@@ -176,3 +170,56 @@ def check_replaced() -> None:
 
 def test_an_optimizer_of_replaced_parameters_raises():
     run_ranks(2, check_replaced)
+
+
+class Shared(nn.Module):
+    """Two of its modules share a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.middle = nn.Linear(6, 5), nn.Linear(5, 6, bias=False), nn.LSTM(6, 5)
+        self.last = nn.Linear(5, 6, bias=False)
+        self.last.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.middle(self.up(torch.tanh(self.first(x)))[None])
+        return self.last(states[0])
+
+
+def check_materialised_one_by_one() -> None:
+    """Modules inside leave the meta device one after another, also those that share a parameter."""
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    for whole in (False, True):
+        with torch.device("meta"):
+            model: Any = Shared()
+        fully_shard(model, mesh=mesh["dp"])
+        held = dict(model.named_parameters())
+        references = [weakref.ref(p) for p in held.values()]  # with which torch.utils.swap_tensors refuses
+        fired: list[str] = []
+        for name, p in held.items():
+            p.register_post_accumulate_grad_hook(lambda _, name=name, fired=fired: fired.append(name))
+        optimizer = adamw(model)
+        for module in (model,) if whole else model.children():
+            module.to_empty(device=device_type(), **({} if whole else {"recurse": False}))
+        torch.manual_seed(3)
+        for p in held.values():
+            nn.init.uniform_(p, -0.3, 0.3)
+        assert model.up.weight is model.last.weight and dict(model.named_parameters()) == held
+        assert all(each() is p for each, p in zip(references, held.values(), strict=True))
+        reference: Any = Shared()
+        reference.load_state_dict({name: p.full_tensor() for name, p in model.state_dict().items()})
+        theirs = adamw(reference)
+        for seed in range(3):
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+            for each, rows in ((model, mine(x, mesh.get_local_rank("dp"))), (reference, x)):
+                each(rows).square().mean().backward()
+            for each in (optimizer, theirs):
+                each.step()
+                each.zero_grad()
+        assert sorted(fired) == sorted([*held] * 3)
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), q, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_modules_that_leave_the_meta_device_one_by_one_keep_their_parameters():
+    run_ranks(4, check_materialised_one_by_one)

@@ -15,6 +15,10 @@ set_wrapper_data: Callable[[Any, Any], None] = private(
     "torch._C.TensorBase.data.__set__", "a DTensor takes over the shape and dtype of another (in-place, .data = ...)"
 )
 
+swap_wrappers: Callable[[Any, Any], None] = private(
+    "torch._C._swap_tensor_impl", "a DTensor takes over the device of another, also to and from the meta device"
+)
+
 is_view: Callable[[torch.Tensor], bool] = private(
     "torch.Tensor._is_view", "results of communication must not be views; fallbacks mark views among results"
 )
@@ -43,6 +47,16 @@ attribute("torch.Tensor._base", "writes to views of leaves that require grad are
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that a view is based on; the tensor itself if it is not a view."""
     return tensor if tensor._base is None else tensor._base
+
+
+for _name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    attribute(f"torch.Tensor.{_name}", "a parameter that leaves the meta device keeps its hooks")
+
+
+def move_hooks(one: Any, other: Any) -> None:
+    """Take all hooks on gradients from one leaf and register them on another, where their handles remove them."""
+    other._backward_hooks, one._backward_hooks = one._backward_hooks, None
+    other._post_accumulate_grad_hooks, one._post_accumulate_grad_hooks = one._post_accumulate_grad_hooks, None
 
 
 _creation_meta: Any = private(

@@ -73,9 +73,9 @@ def _check_parameters(optimizer: Optimizer) -> frozenset[int]:
         if all(sharded for _, sharded in found):
             raise FSDPError(
                 f"{type(optimizer).__name__} was built before parameters of the model were replaced, as "
-                "load_state_dict(assign=True) and assignments do, and to_empty of a module inside a sharded one: it "
-                f"holds {len(replaced)} parameters ({shown(replaced)}) that the model no longer uses. Build the "
-                "optimizer from model.parameters() afterwards"
+                f"load_state_dict(assign=True) and assignments do: it holds {len(replaced)} parameters "
+                f"({shown(replaced)}) that the model no longer uses. Build the optimizer from model.parameters() "
+                "afterwards"
             )
         raise FSDPError(
             f"{type(optimizer).__name__} was built before fully_shard: it holds {len(replaced)} parameters "

@@ -92,9 +92,8 @@ class ShardedParameter:
         self.sharded.__dict__.update(self.attributes)
         mark(self.sharded, SHARDED, self.name)
 
-    def adopt(self, found: Any, partly: bool) -> None:
-        """Have `found`, which is registered instead of the sharded parameter, be that; raise if it does not fit. With
-        `partly`, other parameters of the group may not have been replaced yet."""
+    def adopt(self, found: Any) -> None:
+        """Have `found`, which is registered instead of the sharded parameter, be that; raise if it does not fit."""
         if found is self.sharded:
             return
         if isinstance(found, DTensor) and not isinstance(found, nn.Parameter):
@@ -111,22 +110,7 @@ class ShardedParameter:
                 f"{list(self.layout.shown)} on the same mesh"
             )
         found._layout = self.layout  # equal meshes may have different process groups
-        if not (partly and found.device.type != "meta" and self.materialise(found)):
-            self.sharded = found
-
-    def materialise(self, values: Any) -> bool:
-        """Give the sharded parameter, which is on the meta device, these values. It stays the same object, because an
-        optimizer may have it. Returns whether that is possible: it is not if there are weak references to it."""
-        face = self.sharded
-        if face.device.type != "meta":
-            return False
-        attributes = dict(face.__dict__)
-        try:
-            torch.utils.swap_tensors(face, values)
-        except RuntimeError:
-            return False
-        face.__dict__.update(attributes)
-        return True
+        self.sharded = found
 
     def place_again(self) -> None:
         """Bring the sharded parameter back to its layout, if users have set `.data` to a DTensor with another one."""

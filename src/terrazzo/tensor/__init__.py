@@ -12,6 +12,7 @@ from terrazzo.tensor.dtensor import DTensor  # isort: skip
 from terrazzo.tensor import pickling  # noqa: F401  # isort: skip  (registers what may be unpickled)
 from terrazzo.tensor import (
     libraries,  # noqa: F401  (registers itself)
+    new_data,  # noqa: F401  (registers itself)
     patching,
 )
 from terrazzo.tensor.api import distribute_module, distribute_tensor

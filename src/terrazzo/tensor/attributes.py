@@ -27,7 +27,7 @@ _OPERATIONS: Final = frozenset({"H", "T", "mH", "mT", "imag", "real"})
 _OF_THE_WRAPPER: Final = ("_cdata", "_has_symbolic_sizes_strides", "_python_dispatch")
 _METHODS: Final = (  # with the local tensor's result
     *("dense_dim", "element_size", "get_device", "is_complex", "is_distributed", "is_floating_point", "is_inference"),
-    *("is_signed", "sparse_dim"),
+    *("is_signed", "sparse_dim", "_use_count"),  # the last one: swap_tensors refuses what graphs and views refer to
 )
 
 

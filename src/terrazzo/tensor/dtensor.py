@@ -526,15 +526,7 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
 
     @data.setter
     def data(self, value: DTensor) -> None:
-        if not isinstance(value, DTensor):
-            raise DTensorError(f"DTensor.data can only be set to a DTensor, got {type(value).__name__}")
-        local = value._local.detach()
-        if value._layout.shape != self._layout.shape or local.dtype != self._local.dtype:
-            with without_subclass_functions():
-                set_wrapper_data(self, wrap(local, value._layout))
-        self._local.data = local
-        self._layout = value._layout
-        self._memo = self._grad_wrapper = None
+        links.set_data(self, value)
 
     def detach(self) -> DTensor:
         return wrap(keeping_strides(self._local.detach(), self._local), self._layout)

@@ -33,6 +33,7 @@ class Links:
     gradient_of: Callable[..., Any]
     gradient_for: Callable[..., torch.Tensor]
     reduce: Callable[..., Any]
+    set_data: Callable[[Any, Any], None]
     spec_of: Callable[..., Any]
     from_spec: Callable[..., Any]
     copies: WeakSet[Any] = WeakSet()

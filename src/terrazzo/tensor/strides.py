@@ -40,6 +40,13 @@ def keeping_strides(same: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     return same if known is None else note_known(same, known)
 
 
+def take_over_strides(local: torch.Tensor, of: torch.Tensor) -> None:
+    """Have `local`, which got the elements of `of`, know as much of its strides, and nothing of its former ones."""
+    known: Known | None = getattr(of, _STRIDES, None)
+    if known is not None or hasattr(local, _STRIDES):
+        setattr(local, _STRIDES, known)
+
+
 def what_strides_say(local: torch.Tensor) -> tuple[bool, Any]:
     """Whether the strides are known, and those that are, or the local ones: equal for tensors of one shape that
     `strides_in_memory` treats alike."""

@@ -181,7 +181,7 @@ class Unit:
         """
         if replaced:
             for i, one in replaced.items():
-                self.params[i].adopt(one, partly)
+                self.params[i].adopt(one)
             self.registration.show_replaced()
         found = [bucket for bucket in self.buckets if replaced or not bucket.shards_intact()]
         if found:

@@ -73,7 +73,8 @@ def _works(
             map_tensors(result, outs.append)
             if [tuple(t.shape) for t in outs] != list(promised):
                 return False
-            wanted = [t for t in outs if t.requires_grad]
+            # What was moved to the meta device sends no gradient back, on any rank.
+            wanted = [t for t in outs if t.requires_grad and t.is_meta is probes[0].is_meta]
             if wanted:
                 torch.autograd.backward(wanted, [torch.zeros_like(t) for t in wanted])
                 # If an input gets no gradient here, its backward does not run, while the other ranks' backward

@@ -23,7 +23,6 @@ from terrazzo._torch.autograd import default_setup_context, leaves_of
 from terrazzo._torch.checkpointing import captured
 from terrazzo._torch.dispatching import attribute_of_wrapper, tree_flatten, tree_map, tree_unflatten
 from terrazzo._torch.function_apply import node_class_of, only_saves, plain_apply
-from terrazzo._torch.tensors import same_kind_of_storage
 from terrazzo.comm.differentiable import cast, first_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial
@@ -155,11 +154,7 @@ def _grad(
 def shallow_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a tensor can take over another's data: `nn.Module.to` asks, and makes new parameters if it cannot."""
     first, second = args
-    return (
-        isinstance(first, DTensor)
-        and isinstance(second, DTensor)
-        and bool(same_kind_of_storage(first._local, second._local))
-    )
+    return isinstance(first, DTensor) and isinstance(second, DTensor)
 
 
 @handler("_make_dual", "_unpack_dual")
