@@ -304,8 +304,8 @@ def check_absent() -> str:
 def test_a_rank_that_does_not_come_is_named():
     first, second = run_fresh(2, check_absent)
     assert first.ok and second.ok, (first, second)
-    assert "rank 1 is not in a collective of this model" in first.value
-    assert "rank 0 was at event" in first.value and "unshard Model" in first.value
+    assert "rank 1: not in a collective of this model" in first.value
+    assert "rank 0: at event" in first.value and "unshard Model" in first.value
 
 
 def check_forward_alone() -> str:
@@ -330,7 +330,7 @@ def check_forward_alone() -> str:
 
 def test_a_rank_that_alone_begins_a_forward_is_named():
     for value in fresh_values(2, check_forward_alone):
-        first, second = (line for line in value.splitlines() if "was at event" in line)
+        first, second = (line for line in value.splitlines() if ": at event" in line)
         assert "rank 0" in first and first.endswith("then begin a forward, or unshard()")
         assert "rank 1" in second and "then reduce" in second and "begin" not in second
 
@@ -347,8 +347,8 @@ def check_absent_from_a_grid() -> str:
 @pytest.mark.long
 def test_other_replicas_name_it_too():
     for value in fresh_values(4, check_absent_from_a_grid)[:3]:
-        assert "rank 3 is not in a collective of this model" in value
-        assert all(f"rank {rank} was at event" in value for rank in (0, 1, 2))
+        assert "rank 3: not in a collective of this model" in value
+        assert all(f"rank {rank}: at event" in value for rank in (0, 1, 2))
 
 
 def check_unsharded_parameters() -> None:

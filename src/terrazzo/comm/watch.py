@@ -19,10 +19,10 @@ message lists them.
 
 from __future__ import annotations
 
-import time
+import uuid
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
@@ -31,14 +31,15 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore
 
+from terrazzo._meant import by_text, named
 from terrazzo._torch.autograd import functorch_active, outside_transforms
 from terrazzo._torch.groups import default_store
 from terrazzo.comm import wire
 from terrazzo.comm.axis import Axis, axis_beside
 from terrazzo.comm.in_process import is_rank_here
 from terrazzo.comm.numbering import next_number
+from terrazzo.comm.reports import exchange_reports
 from terrazzo.comm.simulated import is_simulated
 from terrazzo.errors import CommError, DivergedRanksError
 
@@ -107,10 +108,11 @@ class Watch:
         """
         others = axis is not None and axis.group is not None and not is_simulated(axis.group)
         self._axis: Axis | None = axis if others else None
-        if self._axis is not None:
-            compare_among = f"compare among {'-'.join(map(str, self._axis.ranks))}"
-            self._name = f"{compare_among}/{next_number(compare_among)}"  # equal on these ranks
         self._ranks = list(ranks)
+        self._name = self._failure = ""
+        if len(self._ranks) > 1:
+            among = f"watch among {named(self._ranks)}"
+            self._name = f"{among}/{next_number(among)}"  # equal on all ranks of the model
         self.streams, self._stream, self._device = streams, stream, device
         self._beside = axis_beside(self._axis) if streams is None and self._axis is not None else None
         self._on_device: Tensor | None = None  # memory for the comparisons that follow collectives
@@ -139,6 +141,8 @@ class Watch:
         """Record that this rank runs a module, or starts a collective."""
         if len(self._ranks) < 2:
             return
+        if self._failure:
+            self._go_on()
         self._count += 1
         self._in_part += 1
         self._log.append((what, unit))
@@ -209,9 +213,9 @@ class Watch:
         if largest != -smallest:
             self._comparing.clear()
             ranks = self._axis.ranks
-            name = f"{self._name}/{comparing.number}"
-            answers = _answers(name, dist.get_rank(), ranks, msgspec.json.encode(comparing.names)).values()
-            everyone = [None if each is None else msgspec.json.decode(each, type=list[str]) for each in answers]
+            name = f"{self._name}/{named(ranks)}/{comparing.number}"
+            found = _reports(name, ranks, msgspec.json.encode(comparing.names).decode())
+            everyone = [None if each is None else msgspec.json.decode(each, type=list[str]) for _, each in found]
             raise DivergedRanksError(_first_difference(everyone, ranks))
 
     def agree(self, flags: list[bool]) -> list[bool]:
@@ -246,12 +250,7 @@ class Watch:
         if len(self._ranks) < 2 or isinstance(error, DivergedRanksError) or is_rank_here():
             return error  # ranks that are threads know where the others are
         here = dist.get_rank()
-        lines = []
-        for rank, position in self._positions(here).items():
-            if position is None:
-                lines.append(f"rank {rank} is not in a collective of this model: it died, hangs, or runs other code")
-            else:
-                lines.append(f"rank {rank} was at event {position.count}: {', then '.join(position.last)}")
+        lines = by_text((rank, _place(position)) for rank, position in self._positions().items())
         return DivergedRanksError(
             f"rank {here}: a collective of fully_shard failed.\n  "
             + "\n  ".join(lines)
@@ -259,34 +258,41 @@ class Watch:
             f"data or rank. The first error was: {error}"
         )
 
-    def _positions(self, here: int) -> dict[int, _Position | None]:
+    def _positions(self) -> dict[int, _Position | None]:
         """The positions of all ranks; None for ranks that do not report theirs in time."""
         last = [f"{what} {unit.name}" for what, unit in list(self._log)[-_SHOWN:]]
         if self._asks:
             last.append("begin a forward, or unshard()")
-        mine = _Position(self._count, last)
-        answers = _answers("position", here, self._ranks, msgspec.json.encode(mine))
-        return {
-            rank: None if answer is None else msgspec.json.decode(answer, type=_Position)
-            for rank, answer in answers.items()
-        }
+        mine = msgspec.json.encode(_Position(self._count, last)).decode()
+        try:
+            store, failure = default_store(), uuid.uuid4().hex
+            # The first rank names the failure. The name is dropped by the first rank that goes on: see `_go_on`.
+            key = f"{self._name}/failure"
+            known = store.compare_set(key, self._failure, failure) or store.compare_set(key, "", failure)
+            self._failure = known.decode()
+        except RuntimeError:
+            pass  # the rank that hosts the store has ended: `exchange_reports` has only this rank's report
+        found = _reports(f"{self._name}/{self._failure}", self._ranks, mine)
+        return {rank: None if each is None else msgspec.json.decode(each, type=_Position) for rank, each in found}
+
+    def _go_on(self) -> None:
+        """The positions of the last failure are no longer those of the ranks: the next one has another name."""
+        failure, self._failure = self._failure, ""
+        with suppress(RuntimeError):
+            default_store().compare_set(f"{self._name}/failure", failure, "")
 
 
-def _answers(name: str, here: int, ranks: Sequence[int], answer: bytes) -> dict[int, bytes | None]:
-    """What each rank has answered under this name; None for ranks that do not answer in time."""
-    found: dict[int, bytes | None] = {rank: answer if rank == here else None for rank in ranks}
-    deadline = time.monotonic() + _ANSWER_SECONDS
-    try:
-        store = PrefixStore(f"terrazzo/fsdp/{name}", default_store())
-        store.set(str(here), answer.decode())
-        while None in found.values() and time.monotonic() < deadline:
-            for rank, known in found.items():
-                if known is None and store.check([str(rank)]):
-                    found[rank] = store.get(str(rank))
-            time.sleep(0.05)
-    except RuntimeError:
-        pass  # the rank that hosts the store has ended, so no answers can be read
-    return found
+def _reports(name: str, ranks: Sequence[int], report: str) -> list[tuple[int, str | None]]:
+    """What each rank reports under this name; None for ranks that do not in time."""
+    index = ranks.index(dist.get_rank())
+    found = exchange_reports(default_store(), f"terrazzo/{name}", index, len(ranks), report, _ANSWER_SECONDS)
+    return [(rank, found.get(each)) for each, rank in enumerate(ranks)]
+
+
+def _place(position: _Position | None) -> str:
+    if position is None:
+        return "not in a collective of this model: died, hangs, or runs other code"
+    return f"at event {position.count}: {', then '.join(position.last)}"
 
 
 def _first_difference(everyone: list[list[str] | None], ranks: tuple[int, ...]) -> str:
