@@ -239,7 +239,10 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class ConflictError(CheckpointError, FileExistsError):
-    """Another process has replaced the checkpoint since this save began; its checkpoint is left as it is."""
+    """Another process has replaced the checkpoint since this save began, or another live job has the run's folder.
+
+    What the other one has saved is left as it is.
+    """
 
 
 class CheckpointCorruptError(CheckpointError):

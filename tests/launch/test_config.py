@@ -66,7 +66,7 @@ best = { metric = "accuracy", mode = "max" }
     with read_run(write(tmp_path, 'script = "train.py"\ncheckpoints = "d"')).manager(stop := Told()) as manager:
         assert [step for step in range(1, 4) if manager.save(step, state)] == [1, 2, 3] and stop.asked == 3
     with read_run(write(tmp_path, 'script = "train.py"\ncheckpoints = "d"')).manager(keep=1) as manager:
-        assert manager.save(4, state)
+        assert manager.restore("latest", state) == 3 and manager.save(4, state)
     assert manager.steps() == [4]
     assert read_run(write(tmp_path, 'script = "train.py"\ncheckpoints = "s3://b/r"')).checkpoints == "s3://b/r"
     text = 'script = "train.py"\n[checkpoints]\nfolder = "e"\nlocal = "fast"\ncopy_every = 2\nkeep_local = 1'

@@ -34,6 +34,7 @@ from terrazzo.checkpoint import (
     load,
 )
 from terrazzo.checkpoint.manager.committing import Teams, save_named
+from terrazzo.checkpoint.manager.job import JobLease
 from terrazzo.checkpoint.manager.tiers import Which
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST as LATEST_NAMES
@@ -107,6 +108,9 @@ def save_engine(
     folder = Place(save_dir)
     ranks = Teams(timeout=timeout)
     ranks.team(f"looking at {folder / tag}").together(lambda: _check_no_link(folder, tag))
+    job = JobLease(folder.store)
+    while not ranks.team(f"looking at {folder}").first(lambda: b"free" if job.is_free() else b""):
+        pass  # a manager's job had it, which may be dead; it waits for a moment
     if layout == "deepspeed":
         if async_op:
             raise EngineError("layout='deepspeed' cannot be written in the background: leave out async_op")

@@ -57,6 +57,8 @@ def save_as(rank: int, path: Path, victim: int, at: int, tiers: bool, steps: tup
     system = FaultySystem(at if rank == victim else MANY, "kill")
     try:
         manager = manager_of(path, rank, system, tiers)
+        if manager.steps():
+            manager.restore("latest", state(-1))
         for step in steps:
             manager.save(step, state(step), {"loss": float(step)})
         manager.close()

@@ -403,7 +403,7 @@ def test_what_dead_runs_have_left(tmp_path: Path):
     (tmp_path / "global_step2" / "read-0123456789ab.lease").touch()
     time.sleep(0.01)
     with CheckpointManager(tmp_path, keep=1) as manager:
-        assert manager.steps() == [2]
+        assert manager.steps() == [2] and restored(manager, "latest") == 2
         manager.save(3, state(3))
     assert folders(tmp_path) == [3] and manager.steps() == [3]
 

@@ -152,6 +152,7 @@ def raise_once(root: str) -> None:
 def test_a_policy_that_raises_is_heard(tmp_path: Path):
     run_ranks(2, raise_once, str(tmp_path))
     manager = CheckpointManager(tmp_path, best=Best(lambda metrics: 1 / metrics["loss"]))
+    manager.restore("latest", {"w": torch.zeros(2)})
     manager.save(6, {"w": torch.ones(2)}, {"loss": 0.0})
     with pytest.raises(CheckpointManagerError, match="raised ZeroDivisionError"):
         manager.close()

@@ -174,9 +174,11 @@ def meet_what_cannot_be_read(folder: str) -> None:
             manager.latest_step()
         with pytest.raises(CheckpointFormatError, match="format version 2"):
             manager.restore("latest", state(0))
+        with pytest.raises(CheckpointExistsError, match=r"\(2, 3\), and this run has not restored"):
+            manager.save(4, state(4))
+        check_restored(manager, 2, 2)
         with pytest.raises(CheckpointExistsError, match="global_step3 cannot be replaced"):
             manager.save(3, state(3))
-        check_restored(manager, 2, 2)
         manager.save(4, state(4))
     assert manager.latest_step() == 4 and folders(local) == [3, 4]
     assert {path.name: path.read_bytes() for path in (local / "global_step3").iterdir()} == before

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,12 +13,14 @@ from functools import partial
 from typing import Any
 
 from terrazzo._threads import settle
-from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.native.names import name_as_latest
+from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.planner import SavePlanner
 from terrazzo.checkpoint.run.coordination import Team, find_team
 from terrazzo.checkpoint.state_dict_saver import async_save, save
-from terrazzo.checkpoint.stores import Place
+from terrazzo.checkpoint.storage import WriteResult
+from terrazzo.checkpoint.stores import Place, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,21 @@ class Unmade:
         """Do nothing."""
 
 
+class _CheckedWriter(NativeWriter):
+    """Commits only if `check` does not raise.
+
+    It is called after the save has begun: if another job commits the same step later, this commit conflicts with that.
+    """
+
+    def __init__(self, store: Store, check: Callable[[], None]) -> None:
+        super().__init__(store)
+        self._check = check
+
+    def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
+        self._check()
+        super().finish(metadata, results)
+
+
 def save_named(
     root: Place,
     name: str,
@@ -64,6 +82,7 @@ def save_named(
     latest: bool = True,
     async_op: bool = False,
     ranks: Teams = Teams(),  # it does not change
+    check: Callable[[], None] | None = None,
 ) -> Future[None]:
     """Save from all ranks together. The future is done when the checkpoint is committed and `latest` names it.
 
@@ -75,15 +94,18 @@ def save_named(
         latest: Whether to write the name to `latest`.
         async_op: Return as soon as the state has been copied.
         ranks: Those that save.
+        check: Raises on the first rank if another job has the folder: then nothing is committed, nor `latest` moved.
     """
     place = root / name
     arguments: dict[str, Any] = {"checkpoint_id": place.path} if place.is_named else {"store": place.store}
+    if check is not None:
+        arguments = {"checkpoint_id": place.store.location, "storage_writer": _CheckedWriter(place.store, check)}
     arguments |= {"planner": planner, "process_group": ranks.group, "timeout": ranks.timeout}
     arguments["base"] = None if base is None else base.store
 
     def move() -> None:
         if latest and ranks.is_first:
-            name_as_latest(root, name)
+            name_as_latest(root, name, check)
 
     finished: Future[None] = Future()
     if async_op:

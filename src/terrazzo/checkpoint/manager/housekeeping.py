@@ -22,6 +22,7 @@ import msgspec
 from terrazzo._threads import Worker, results_of
 from terrazzo.checkpoint.manager.committing import Teams
 from terrazzo.checkpoint.manager.hosts import HostsStore, PeerStore
+from terrazzo.checkpoint.manager.job import JobLease
 from terrazzo.checkpoint.manager.policies import UNTIL_COPIED
 from terrazzo.checkpoint.manager.records import Record, held, is_held, remove
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
@@ -40,14 +41,16 @@ from terrazzo.errors import (
     CheckpointExistsError,
     CheckpointIOError,
     CheckpointManagerError,
+    ConflictError,
 )
 
 
 class Housekeeping:
-    """The background work of a manager."""
+    """The background work of a manager, which is only done while its job has the folder."""
 
-    def __init__(self, tiers: Tiers) -> None:
+    def __init__(self, tiers: Tiers, job: JobLease) -> None:
         self._tiers = tiers
+        self._job = job
         self._janitor = Worker("terrazzo-manager")
         self._copier = Worker("terrazzo-copier")  # waited for after the janitor, which gives it work
         self._failed: Exception | None = None  # the error of a policy that the run has not got yet
@@ -66,8 +69,21 @@ class Housekeeping:
 
         self._janitor.submit(follow)
 
-    def finish(self, newest: bool) -> Future[None]:
-        """Start to copy what the settings ask for, and with `newest` also the newest; the future has the error."""
+    def finish(self, newest: bool) -> Future[None] | None:
+        """Start to copy what the settings ask for, and with `newest` also the newest; the future has the error.
+
+        None if another job, which may be dead, has the folder: call it again.
+        """
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        if self._tiers.local is None:
+            return nothing
+        try:
+            if not self._job.take():
+                return None
+        except ConflictError as error:
+            LOGGER.warning("no checkpoint is copied, because that is for the other job to do: %s", error)
+            return nothing
         return self._copier.submit(lambda: self.copy(newest))
 
     def idle(self, seconds: float) -> bool:
@@ -98,7 +114,7 @@ class Housekeeping:
         needed: dict[int, str] = {}
         if tier is self._tiers.local:
             needed = {record.step: UNTIL_COPIED for record in self._tiers.uncopied() if record.uncopied == 0}
-        tier.remove(needed)
+        tier.remove(self._job.check, needed)
 
     def copy(self, newest: bool = False) -> None:
         """Copy local checkpoints to the root, the oldest first; then remove those that are not kept."""
@@ -120,6 +136,7 @@ class Housekeeping:
             raise failed
 
     def _copy(self, local: Tier, record: Record) -> None:
+        self._job.check()
         catalog = self._tiers.root.catalog
         target = catalog.store_of(record.step)
         if record.step in catalog.look()[1]:
@@ -133,7 +150,7 @@ class Housekeeping:
             assert isinstance(source, HostsStore)
             copy_checkpoint(source, target)
         if self._tiers.root.catalog.read()[-1].step == record.step:  # `latest` must not name an older one
-            name_as_latest(self._tiers.root.root, name_of_step(record.step))
+            name_as_latest(self._tiers.root.root, name_of_step(record.step), self._job.check)
 
 
 # ------------------------------------------------------------------ from the local folders to the root

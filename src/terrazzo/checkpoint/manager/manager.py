@@ -1,12 +1,13 @@
 """`CheckpointManager`: policies decide which steps it saves and which checkpoints it keeps; it finds and restores them.
 
 A save, on all ranks:
-    1. call the policy, whose answer is the same on all ranks (`saving`)
-    2. agree on the step, and on whether the previous save failed on any rank
-    3. save and commit the checkpoint, in the background
-then on the first rank alone, in the background, too:
-    4. write its name to `latest`
-    5. copy checkpoints if necessary, and remove those that no policy keeps and no reader holds (`housekeeping`)
+    1. the first time: take the folder for this job (`job`), unless it has checkpoints and none was restored
+    2. call the policy, whose answer is the same on all ranks (`saving`)
+    3. agree on the step, and on whether the previous save failed on any rank
+    4. save and commit the checkpoint, in the background
+then on the first rank alone, in the background, too, while the job has the folder:
+    5. write its name to `latest`
+    6. copy checkpoints if necessary, and remove those that no policy keeps and no reader holds (`housekeeping`)
 
 With a local folder there are two tiers (`tiers`): steps are saved in the folders of the hosts (`hosts`), and some are
 copied to the root (`housekeeping`).
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from terrazzo._meant import counted
 from terrazzo.checkpoint.manager.committing import Teams, Unmade, save_named
 from terrazzo.checkpoint.manager.housekeeping import Housekeeping, Loading
+from terrazzo.checkpoint.manager.job import JobLease
 from terrazzo.checkpoint.manager.policies import Best, KeepPolicy, Moment, SaveEvery, SavePolicy, parts_of
 from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, checked_step, held, is_held
 from terrazzo.checkpoint.manager.tiers import Looked, Which, choose, in_order_of_merit, open_tiers
@@ -104,13 +106,15 @@ class CheckpointManager(Shown):
             raise CheckpointManagerError(f"copy_every must be 1 or more, not {copy_every}")
         self._ranks = Teams(process_group, timeout)
         self._since = time.monotonic()
-        self._went_back = False  # whether existing steps may be saved again
+        self._restored = False  # whether this run continues from a checkpoint that was there
+        self._entered = False  # whether it may save: it has the folder, and no checkpoint there is another run's
         self._trains = False  # a manager that only restores or holds does not copy
         self._told = _Told([])
         self._pending: Future[None] | None = None  # the running save
         self._process = os.getpid()
         self._tiers = open_tiers(Place(root), local, keep, keep_local, self._best, replicas, self._ranks)
-        self._house = Housekeeping(self._tiers)
+        self._job = JobLease(self._tiers.root.root.store)  # used on the first rank
+        self._house = Housekeeping(self._tiers, self._job)
         self._open = True
         self._look(check_holds_checkpoints)
         self._last = self._settled = self._told.records[-1].step if self._told.records else None
@@ -144,7 +148,11 @@ class CheckpointManager(Shown):
 
         Call it at every step. An error in the background is raised by the next call that saves, or by `wait`. The first
         rank's metrics are stored. A step that has just been saved is not saved again. An older checkpoint of the step
-        is replaced if the run has called `restore`; else it is a `CheckpointExistsError`.
+        is replaced if the run has gone back by `restore`.
+
+        The first call raises a `CheckpointExistsError` if the folder has checkpoints and the run has not called
+        `restore`, because they are another run's; and a `ConflictError` if another live job saves there. Whichever
+        step it is called for, nothing is saved, removed or replaced then.
 
         Args:
             step: The number of the step.
@@ -157,6 +165,7 @@ class CheckpointManager(Shown):
         """
         self._check_open()
         step = checked_step(step)
+        self._enter()
         wanted = self._wants(step)
         if not (wanted or force) or step == self._last:
             return False
@@ -173,6 +182,7 @@ class CheckpointManager(Shown):
                 base=None if base is None else place / name_of_step(base),
                 async_op=self._async and in_background,
                 ranks=self._ranks,
+                check=self._job.check,
             )
         except BaseException:
             self._last = self._settled
@@ -190,6 +200,36 @@ class CheckpointManager(Shown):
             return {**values, VALUE: record.value()}
         except BaseException as error:  # noqa: B036  # the save raises it
             return {"state": Unmade(error)}
+
+    def _enter(self) -> None:
+        """At the first save: take the folder for this job, unless its checkpoints are another run's."""
+        if self._entered:
+            return
+
+        def take() -> bytes:
+            self._check_continues(self._tiers.look())
+            if not self._job.take(again=True):
+                return b""  # another job has it, which may be dead
+            try:
+                self._check_continues(self._tiers.look())  # again: another job may just have ended
+            except BaseException:
+                self._job.release()
+                raise
+            return b"taken"
+
+        self._patiently(f"beginning to save to {self.root}", lambda: None, lambda _: take())
+        self._entered = True
+
+    def _check_continues(self, looked: Looked) -> None:
+        steps = sorted({*looked.steps, *looked.unreadable})
+        if self._restored or not steps:
+            return
+        shown = ", ".join(map(str, steps if len(steps) < 8 else [*steps[:3], "...", *steps[-3:]]))
+        raise CheckpointExistsError(
+            f"{self.root} has checkpoints of {counted(len(steps), 'step')} ({shown}), and this run has not restored "
+            "any of them, so nothing is saved there: they would be replaced or removed. Before the first save, call "
+            "restore('latest', state), or load_step of an engine; or use another folder"
+        )
 
     def _wants(self, step: int) -> bool:
         """Whether the policy wants to save the step; the same on all ranks."""
@@ -225,6 +265,7 @@ class CheckpointManager(Shown):
                     f"ranks save different steps ({said}): call save with the same step on all ranks"
                 )
             self._house.raise_failed()
+            self._job.check()
             looked = self._tiers.look()
             records, fast = looked.records, self._tiers.fast
             if any(step in tier.catalog.steps() for tier in self._tiers.all) and not self._idle():
@@ -262,10 +303,10 @@ class CheckpointManager(Shown):
     def _check_replacing(self, step: int) -> None:
         for tier in self._tiers.all:
             store = tier.catalog.store_of(step)
-            if not self._went_back:
+            if not self._restored:
                 raise CheckpointExistsError(
-                    f"{store.location} exists, and this run has not restored a checkpoint: call restore first to "
-                    "continue from one, or use another folder"
+                    f"{store.location} exists, and this run has not restored a checkpoint, so it has not gone back: "
+                    "call restore first, or use another folder"
                 )
             if is_held(store):
                 raise CheckpointExistsError(f"cannot replace {store.location} while it is being read: save later")
@@ -367,7 +408,8 @@ class CheckpointManager(Shown):
         if damaged:
             loading.discard_local()
         self._last = self._settled = chosen
-        self._went_back = self._trains = True
+        self._restored = self._trains = True
+        self._entered = False  # to find out whether the job still has the folder, and take it if not
         self._since = time.monotonic()
         return chosen
 
@@ -412,7 +454,10 @@ class CheckpointManager(Shown):
 
         def look(_: list[bytes]) -> bytes:
             if not copying and self._open and self._trains:
-                copying.append(self._house.finish(newest))
+                begun = self._house.finish(newest)
+                if begun is None:
+                    return b""
+                copying.append(begun)
             if not self._idle():
                 return b""
             for future in copying:
@@ -440,6 +485,7 @@ class CheckpointManager(Shown):
     def _stop(self) -> None:
         self._open = False
         self._house.close()
+        self._job.release()
         self._tiers.close()
 
     def __enter__(self) -> Self:

@@ -29,7 +29,7 @@ import msgspec
 from terrazzo.checkpoint.native.commit import ended, remove_leftovers, sweep, temporary_of
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.listing import NativeListing
-from terrazzo.checkpoint.native.names import LATEST, name_of_step, named_by_latest, step_of_name
+from terrazzo.checkpoint.native.names import JOB, LATEST, name_of_step, named_by_latest, step_of_name
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores import SMALL, Entry, Place, Store
 from terrazzo.checkpoint.stores.base import TEMPORARY
@@ -314,7 +314,7 @@ def clear_all(catalog: Catalog, spared: Collection[int]) -> None:
     A step that is being saved must be in `spared`, because its folder may still be empty.
     """
     root = catalog.root.store
-    sweep(root, ended(root, temporary_of(root.list(), (LATEST[0], KEPT, RUN))))
+    sweep(root, ended(root, temporary_of(root.list(), (LATEST[0], KEPT, RUN, JOB))))
     for step in catalog.steps():
         if step not in spared and not catalog.is_link(step):
             clear(catalog, step)

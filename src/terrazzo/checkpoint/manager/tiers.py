@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -60,12 +60,13 @@ class Tier:
         self._cleared = False
         self._removing = threading.Lock()
 
-    def remove(self, needed: Mapping[int, str] | None = None) -> None:
+    def remove(self, check: Callable[[], None], needed: Mapping[int, str]) -> None:
         """Remove checkpoints that no policy keeps, that are not `needed` (for a reason) and that no reader holds.
 
-        Nothing is removed that cannot be read, or behind a link.
+        Nothing is removed that cannot be read, or behind a link. `check` raises if this job must not remove anything.
         """
         with self._removing:
+            check()
             records, unreadable = self.catalog.look()
             for each in unreadable.values():
                 if isinstance(each.error, OSError):  # it may be readable again, and the policies depend on all
@@ -77,11 +78,12 @@ class Tier:
                     f"{self.root}: no checkpoint was removed, because the policy that says which to keep raised "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            for step, why in (needed or {}).items():
+            for step, why in needed.items():
                 reasons.setdefault(step, []).append(why)
             for record in records:
                 if record.step in reasons:
                     continue
+                check()
                 if self.catalog.is_link(record.step):
                     reasons[record.step] = ["a link"]
                 elif not remove(self.catalog, record.step):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -23,6 +23,7 @@ from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError, Check
 
 # Files that name the folder, beside them, of the last checkpoint; and of the last that DeepSpeed made universal.
 LATEST: Final = ("latest", "latest_universal")
+JOB: Final = "job.lease"  # file in the run's folder that names the live job that saves there
 _LONGEST_TAG: Final = 4096
 _STEP: Final = re.compile(r"global_step(0|[1-9][0-9]{0,17})")
 
@@ -56,9 +57,22 @@ def step_of_name(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def name_as_latest(folder: Place, name: str) -> None:
-    """Write the name of a committed checkpoint into the folder's file `latest`."""
-    folder.store.put(LATEST[0], name.encode())
+def name_as_latest(folder: Place, name: str, check: Callable[[], None] | None = None) -> None:
+    """Write the name of a committed checkpoint into the folder's file `latest`.
+
+    `check` raises if this job has lost the folder to another one. What that one writes is not replaced.
+    """
+    while True:
+        replacing = None if check is None else folder.store.present(LATEST[0])
+        if check is not None:
+            check()
+        try:
+            folder.store.put(LATEST[0], name.encode(), only_if=replacing)
+        except ConflictError:
+            if check is None:
+                raise
+            continue  # by another job, as `check` says then, or by this job's engine
+        return
 
 
 def named_by_latest(folder: Place, names: Sequence[str] = LATEST) -> list[Place]:
