@@ -445,6 +445,8 @@ def check_copies_and_moves() -> None:
     reference.float()
     loss_of(model, mine(x), mine(y)).backward()
     loss_of(reference, x, y).backward()
+    for p in model.parameters():  # the model notices writes to them, which does not go into pickles, nor do gradients
+        torch.testing.assert_close(pickle.loads(pickle.dumps(p)).full_tensor(), p.full_tensor())
     assert_same_gradients(model, reference)
     assert [type(p) for p in known] == [DTensor] * len(known)
     model.blocks[0].up.to(torch.float64)  # a part of a group, behind its back

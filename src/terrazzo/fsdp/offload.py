@@ -3,6 +3,8 @@
 Before a step the state is copied to the device, and afterwards back; the first step creates it on the device. State
 that has not the size of its parameter, such as a step count, stays where the optimizer put it. A gradient is copied to
 the device when `.grad` is asked for.
+
+A gradient on the device may be set only then, too: if this rank has none, and does not know yet whether others have.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from terrazzo.fsdp.settings import Settings
 from terrazzo.tensor import DTensor
 from terrazzo.tensor.dtensor import BRINGS, wrap
+
+Reached = Callable[[], bool]  # whether any rank has a gradient of a parameter; it may wait for the device
 
 _PARKED = "_fully_shard_parks_state"  # on a sharded parameter: the settings of its group
 
@@ -65,34 +69,50 @@ def _parked_state(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], str, T
 
 
 class _Parked:
-    """A gradient on the CPU, which a call moves to its parameter. The device's current stream has waited for it."""
+    """A gradient that a call gives its parameter, if it is one. The device's current stream has waited for it."""
 
-    def __init__(self, values: Tensor, settings: Settings) -> None:
+    def __init__(self, values: Tensor, settings: Settings, reached: Reached | None) -> None:
         self.values, self._settings = values, settings
+        self.reached = reached
 
     @torch.no_grad()
     def __call__(self, local: Tensor) -> None:
-        brought = to_device(self.values, self._settings)
+        if self.reached is not None and not self.reached():
+            return
+        brought = self.values.to(local.device, non_blocking=self._settings.pinned)
         if local.grad is None:
             local.grad = brought
         else:  # of a backward that reached the sharded parameter itself
             local.grad.add_(brought)
 
 
-def park_gradient(parameter: DTensor, values: Tensor, settings: Settings) -> None:
-    """Keep these values, on the CPU, as the gradient of a parameter without one."""
-    parameter.__dict__[BRINGS] = _Parked(values, settings)
+def park_gradient(parameter: DTensor, values: Tensor, settings: Settings, reached: Reached | None = None) -> None:
+    """Keep these values as the gradient of a parameter without one, if any rank has `reached` it: None if it has."""
+    parameter.__dict__[BRINGS] = _Parked(values, settings, reached)
 
 
-def parked_gradient(parameter: DTensor, settings: Settings) -> Tensor | None:
-    """The gradient of a parameter on the CPU, where it is put if it has been asked for; None if there is none."""
+def parked_gradient(parameter: DTensor, settings: Settings, reached: Reached | None) -> Tensor | None:
+    """The gradient of a parameter as it is kept, to which one is added that is none unless any rank has `reached` it;
+    None if there is none. One on the CPU is put there if it has been asked for."""
     if parameter._local.grad is not None:
+        if not settings.parks_gradients:
+            return parameter._local.grad
         gradient = parameter.grad
         assert gradient is not None
         values, parameter.grad = gradient._local.detach().cpu(), None
         park_gradient(parameter, values, settings)
     parked = parameter.__dict__.get(BRINGS)
-    return None if parked is None else parked.values
+    if parked is None:
+        return None
+    if parked.reached is not None:
+        parked.reached = None if reached is None else _either(reached, parked.reached)  # what has ended is known then
+    found: Tensor = parked.values
+    return found
+
+
+def _either(first: Reached, second: Reached) -> Reached:
+    """Whether one of the two returns true."""
+    return lambda: first() or second()
 
 
 def has_gradient(parameter: DTensor) -> bool:

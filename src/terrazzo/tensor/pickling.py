@@ -21,14 +21,17 @@ from terrazzo.comm.mesh import MeshAsData, mesh_as_data, mesh_from_data
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.layout.placement import _strided_shard
-from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.dtensor import BRINGS, WRITTEN, DTensor, wrap
 from terrazzo.tensor.links import links
+
+# A mark, which is set again, and functions that belong to a model of this process.
+_NOT_PICKLED = (PARAMETER_MARK, BRINGS, WRITTEN)
 
 
 def reduce(tensor: DTensor) -> tuple[Any, ...]:
     """The pickled form of a DTensor."""
     layout = tensor._layout
-    state = {k: v for k, v in tensor.__dict__.items() if k != PARAMETER_MARK}
+    state = {k: v for k, v in tensor.__dict__.items() if k not in _NOT_PICKLED}
     is_parameter = bool(tensor.__dict__.get(PARAMETER_MARK))
     where = (mesh_as_data(layout.mesh), tuple(layout.placements), tuple(layout.shape), tuple(layout.order))
     writer = dist.get_rank() if dist.is_initialized() else _seen_from(layout)

@@ -118,13 +118,13 @@ MUTATIONS = (
         "pass",
     ),
     Mutation(
-        f"{_FSDP}.run.gradients:Gradients._on_the_host",
+        f"{_FSDP}.run.presence:Sums.__init__",
         _REACHED,
-        "return there, event",
-        "return there, None",
+        "self._event = torch.get_device_module(sums.device.type).Event()",
+        "return",
     ),
-    Mutation(f"{_FSDP}.run.gradients:Gradients._on_the_host", _REACHED, "event.record()", "pass"),
-    Mutation(f"{_FSDP}.run.gradients:Gradients._unreached", _REACHED, "event.synchronize()", "pass"),
+    Mutation(f"{_FSDP}.run.presence:Sums.__init__", _REACHED, "self._event.record()", "pass"),
+    Mutation(f"{_FSDP}.run.presence:Sums._known", _REACHED, "self._event.synchronize()", "pass"),
     Mutation(
         f"{_FSDP}.run.gradients:Gradients._ended",
         sharding.check_plain,
@@ -229,9 +229,9 @@ MUTATIONS = (
         superfluous="collectives on a stream of the backend are waited for; it costs time only",
     ),
     Mutation(
-        f"{_FSDP}.run.gradients:Gradients._on_the_host",
+        f"{_FSDP}.run.presence:Sums.__init__",
         _REACHED,
-        ".copy_(reached, non_blocking=True)",
+        ".copy_(sums, non_blocking=True)",
         ".fill_(1)",
     ),
     Mutation(

@@ -156,6 +156,8 @@ def check_pinned_memory(device):
     assert late.host_waits() == waits, "copies with pinned memory do not wait"
     torch.empty(5).copy_(there, non_blocking=True)
     assert late.host_waits() == waits + 1, "a copy to other memory waits, whatever it was asked for"
+    torch.ones(5).to(device, non_blocking=True)
+    assert late.host_waits() == waits + 2, "a copy from other memory may wait, and so counts"
     assert torch.equal(here, x)
 
 

@@ -35,6 +35,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    uses_all = False  # also the weight of `unused`
+
     def __init__(self, unused=False):
         super().__init__()
         self.unused = nn.Linear(3, 5) if unused else None
@@ -43,6 +45,8 @@ class Model(nn.Module):
 
     def forward(self, tokens):
         x = self.embed(tokens)
+        if self.uses_all:
+            x = x + 0 * self.unused.weight.sum()
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -472,6 +476,28 @@ def check_a_step_without_waits(device, **options):
     assert counts[1:] == [0, 0], counts
 
 
+def check_a_step_with_unused_parameters(device, **options):
+    """Backwards do not wait to know whether other ranks have a gradient that this one has not, also if micro-batches
+    are added up. Only asking for this gradient does, once."""
+    model, counts = sharded(device, unused=True, **options), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    used = [p for name, p in model.named_parameters() if "unused" not in name]
+    for step in range(3):
+        waits = late.host_waits()
+        for micro in range(2):
+            tokens = batch(device, step, micro)
+            model.uses_all = dist.get_rank() == step == 1 and micro == 0  # this alone has a gradient
+            F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+        nn.utils.clip_grad_norm_(used, 1.0)
+        assert late.host_waits() == waits
+        optimizer.step()
+        counts.append(late.host_waits() - waits)
+        assert (model.unused.weight.grad is not None) == (step == 1) and model.unused.bias.grad is None
+        optimizer.zero_grad()
+        assert late.host_waits() - waits == counts[-1]
+    assert counts == [1, 1, 1], counts
+
+
 def check_steps_without_waits(device):
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     check_a_step_without_waits(device)
@@ -480,6 +506,8 @@ def check_steps_without_waits(device):
     check_a_step_without_waits(device, sizes=REPLICAS, reshard_after_forward=False)
     if dist.get_world_size() == 4:
         check_a_step_without_waits(device, reshard_after_forward=2)
+    check_a_step_with_unused_parameters(device)
+    check_a_step_with_unused_parameters(device, sizes=REPLICAS, mp_policy=half, coalesce=True)
 
 
 @pytest.mark.long

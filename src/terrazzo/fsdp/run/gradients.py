@@ -7,7 +7,8 @@ in the reduce dtype, and converted to the parameters' dtype at the end.
 If a parameter has no gradient on some ranks, zeros are used there. If it has none on any rank, its sharded parameter
 gets none, as in a single process, so that the optimizer skips it. So ranks must agree on which parameters have
 gradients. Every section ends with one element per parameter, which is one if this rank has a gradient and else zero;
-its sum over the ranks says whether any rank has one. A rank that has all gradients need not read the sums.
+its sum over the ranks says whether any rank has one. A rank that has all gradients need not read the sums. On an
+accelerator another one reads them when `.grad` of a parameter is asked for that has no gradient on this rank.
 
 A parameter that is frozen while gradients are accumulated keeps those that it has, as in a single process. So room is
 left for it until these are reduced, on all ranks, whether or not they have such gradients.
@@ -15,7 +16,7 @@ left for it until these are reduced, on all ranks, whether or not they have such
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -32,13 +33,14 @@ from terrazzo.comm.in_place import InPlace
 from terrazzo.comm.pending import Pending
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.misuse import remark_on_graph
-from terrazzo.fsdp.offload import park_gradient, parked_gradient, to_host
+from terrazzo.fsdp.offload import Reached, park_gradient, parked_gradient, to_host
 from terrazzo.fsdp.parameter import ShardedParameter
 from terrazzo.fsdp.plan.units import Sizes
 from terrazzo.fsdp.run.bucket import Bucket
 from terrazzo.fsdp.run.comm import Comm, empty_for, ways_to_reduce
 from terrazzo.fsdp.run.division import Division, Ways, division_of
 from terrazzo.fsdp.run.encoded import encoded, over_replicas
+from terrazzo.fsdp.run.presence import Sums, elements
 from terrazzo.fsdp.settings import AllReduceHook, Options
 
 _MOST_FLATS = 16  # combinations of parameters with room whose plans are kept
@@ -77,7 +79,7 @@ class _Running(NamedTuple):
     unpacked: tuple[list[Tensor], Tensor | None] | None = None  # gradients that are reduced in place
     pending: Pending[Tensor] | None = None  # the collective that runs
     reduced: Tensor | None = None
-    reached: tuple[Tensor, Any] | None = None  # the last elements, and the event after which the host has them
+    sums: Sums | None = None  # over the ranks, of the last elements
 
 
 class Gradients:
@@ -271,9 +273,7 @@ class Gradients:
         ]
         reached = None  # the elements that say which gradients exist
         if plan.extra:
-            reached = torch.ones(plan.extra, dtype=self.dtype, device=device)
-            if running.missing:
-                reached[running.missing] = 0
+            reached = elements(plan.extra, running.missing, self.dtype, device)
         before = flat.division.before
         packed = unpacked = None
         if before is not None and (flat.encoded is not None or flat.in_place is not None):
@@ -388,22 +388,12 @@ class Gradients:
         if extra:
             reduced, counts = reduced[:-extra], reduced[-extra:]
             if running.missing:
-                running = running._replace(reached=self._on_the_host(counts))
+                running = running._replace(sums=Sums(counts))
         if running.flat.division.after is not None:
             reduced = reduced / running.flat.division.after
         if options.hook is not None:
             self._call_hook(options.hook, reduced)
         self._running = running._replace(reduced=self._at_rest(reduced))
-
-    def _on_the_host(self, reached: Tensor) -> tuple[Tensor, Any]:
-        """The elements on the host, which reads them when backward ends, and the event after which they are there."""
-        if reached.device.type == "cpu":
-            return reached, None
-        there = torch.empty(reached.shape, dtype=reached.dtype, pin_memory=True, device="cpu")
-        there.copy_(reached, non_blocking=True)
-        event = torch.get_device_module(reached.device.type).Event()
-        event.record()
-        return there, event
 
     def _call_hook(self, hook: AllReduceHook, gradients: Tensor) -> None:
         stream = self.options.hook_stream
@@ -436,8 +426,7 @@ class Gradients:
         if running is not None and running.reduced is not None:  # also if it is alone, but others of its unit not
             flat = running.flat
             found: list[Tensor | None] = list(flat.plan.own_views(running.reduced))
-            for i in self._unreached(running, found):
-                found[i] = None
+            undecided = self._undecided(running, found)
             if self.over_replicas:  # the next time, too, other replicas may train what this one has frozen
                 both = zip(flat.params, found, strict=True)
                 self._frozen.update(param for param, grad in both if grad is not None and not param.requires_grad)
@@ -445,24 +434,40 @@ class Gradients:
             taken, found = self._take()
             if taken is None:
                 return False
-            flat, found = taken, self._alone(found)
+            flat, found, undecided = taken, self._alone(found), {}
         else:
             return False
-        self._accumulate_in_shards(flat.params, found)
+        self._accumulate_in_shards(flat.params, found, undecided)
         return flat is not self._flat_now()
 
-    def _unreached(self, running: _Running, found: list[Tensor | None]) -> list[int]:
-        """The indices of parameters for which no rank has a gradient."""
-        if running.reached is None:
-            return [] if running.flat.plan.extra else running.missing
-        reached, event = running.reached
-        if event is not None:
-            event.synchronize()
-        counts = reached.tolist()
-        unreached = [i for i in running.missing if not counts[i] > 0]
-        if self.options.hook is not None:  # the hook may have reduced over more ranks
-            unreached = [i for i in unreached if not found[i].any()]  # type: ignore[union-attr]
-        return unreached
+    def _undecided(self, running: _Running, found: list[Tensor | None]) -> dict[int, Reached]:
+        """The parameters without a gradient on this rank for which the host would have to wait to know whether any rank
+        has one, by index, each with a function that returns that. What no rank has becomes None in `found`."""
+        undecided: dict[int, Reached] = {}
+        for i in running.missing:
+            param = running.flat.params[i]
+            reached = self._reached(running.sums, i, found[i])
+            local = param.sharded._local
+            waits = running.sums is not None and not running.sums.are_here
+            # All ranks have to know now whether there will be room for a frozen parameter, and whether to call hooks.
+            if waits and param.requires_grad and not have_hooks([local]):
+                undecided[i] = reached
+            elif not reached():
+                found[i] = None
+        return undecided
+
+    def _reached(self, sums: Sums | None, i: int, grad: Tensor | None) -> Reached:
+        """Whether any rank has a gradient of a parameter that has none on this one."""
+
+        def reached() -> bool:
+            if sums is None:
+                return False
+            if sums.reached(i) or self.options.hook is None:
+                return sums.reached(i)
+            self.settle()
+            return grad is not None and bool(grad.any())  # the hook may have reduced over more ranks
+
+        return reached
 
     def _alone(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Gradients as those of the sharded parameters, where no other rank reduces with this one."""
@@ -474,24 +479,27 @@ class Gradients:
             return grads
         return [None if grad is None else grad.to(device, dtype) for grad in grads]
 
-    def _accumulate_in_shards(self, params: Sequence[ShardedParameter], grads: list[Tensor | None]) -> None:
-        """Add gradients to those of the sharded parameters, and call users' hooks on these."""
+    def _accumulate_in_shards(
+        self, params: Sequence[ShardedParameter], grads: list[Tensor | None], undecided: Mapping[int, Reached]
+    ) -> None:
+        """Add gradients to those of the sharded parameters, and call users' hooks on these. Of the `undecided` ones it
+        is not known yet whether there are any; their values are zeros if not."""
         known, new, hooked = [], [], []
         watched, settings = have_hooks(param.sharded._local for param in params), self.bucket.settings
-        parks = settings.parks_gradients
-        for param, grad in zip(params, grads, strict=True):
+        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
             local = param.sharded._local
             if grad is None:
                 continue
             if watched and gradient_hooks(local):
                 self.settle()
                 grad = self._at_rest(_after_hooks(local, grad.to(local.device)))
-            before = parked_gradient(param.sharded, settings) if parks else local.grad
+            reached = undecided.get(i)
+            before = parked_gradient(param.sharded, settings, reached)
             if before is not None:
                 known.append(before)
                 new.append(grad)
-            elif parks:
-                park_gradient(param.sharded, grad, settings)
+            elif settings.parks_gradients or reached is not None:
+                park_gradient(param.sharded, grad, settings, reached)
             else:
                 local.grad = grad
             if watched and accumulation_hooks(local):

@@ -59,7 +59,8 @@ def races() -> list[Race]:
 
 
 def host_waits() -> int:
-    """How often the host has waited so far for what was not done yet, by whatever call."""
+    """How often the host has waited so far for what was not done yet, by whatever call. A copy from pageable memory to
+    the device counts too: CUDA may wait for it."""
     init()
     return int(build.load().host_waits())
 

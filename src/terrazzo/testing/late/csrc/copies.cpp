@@ -71,9 +71,10 @@ void copy_with_host(const Tensor& from, const Tensor& to, bool non_blocking) {
     by.operand = 1;
     use_pinned(here.const_data_ptr(), here.numel() * here.element_size(), by, !to_device);
   } else if (to_device) {
-    // Pageable memory is staged before the call returns.
+    // Pageable memory is staged before the call returns. CUDA may wait for the stream before that; nothing may rely on it.
     launch(stream, name, accesses, [from = from.detach().clone(), to = for_tasks(to)]() mutable { to.copy_(from); });
-    if (!non_blocking) synchronize(stream);
+    if (non_blocking) count_host_wait();
+    else synchronize(stream);
   } else {
     auto staged = std::make_shared<Tensor>();
     launch(stream, name, accesses, [from = for_tasks(from), staged] { *staged = from.clone(); });

@@ -423,6 +423,11 @@ void synchronize_device(c10::DeviceIndex device) {
   raise_failure(lock);
 }
 
+void count_host_wait() {
+  Lock lock(lock_);
+  waits++;
+}
+
 uint64_t host_waits() {
   Lock lock(lock_);
   return waits;

@@ -73,6 +73,7 @@ bool synchronize_within(const RecordingPtr&, int64_t limit_ms);  // whether it h
 void synchronize(c10::Stream);
 void synchronize_device(c10::DeviceIndex);  // -1: all
 uint64_t host_waits();
+void count_host_wait();  // where a driver may wait and need not
 
 // ---- for the allocators
 
