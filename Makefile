@@ -28,10 +28,22 @@ setup: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
 
 $(READY): pyproject.toml constraints.txt
 	@echo "Installing terrazzo with PyTorch and the tools of its tests into $(VENV): some minutes, the first time" >&2
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(if $(TORCH),sed 's/^torch==.*/$(if $(filter newest,$(TORCH)),,torch==$(TORCH))/; /^setuptools==/d' constraints.txt >$(CONSTRAINTS))
-	$(PIP) install -c $(CONSTRAINTS) -e '.[dev]'
-	touch $@
+	$(call install,dev)
+
+# The demo takes the environment of the tests, if it is there. Otherwise it makes one with what the demo needs; what tests
+# need is added to it later.
+READY_FOR_DEMO := $(or $(wildcard $(READY)),$(VENV)/.ready-for-demo)
+$(VENV)/.ready-for-demo: pyproject.toml constraints.txt
+	@echo "Installing terrazzo with PyTorch into $(VENV): a minute or more, the first time" >&2
+	$(call install,demo)
+
+# The package with an extra of pyproject.toml.
+define install
+test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(if $(TORCH),sed 's/^torch==.*/$(if $(filter newest,$(TORCH)),,torch==$(TORCH))/; /^setuptools==/d' constraints.txt >$(CONSTRAINTS))
+$(PIP) install -c $(CONSTRAINTS) -e '.[$(1)]'
+touch $@
+endef
 
 # Some tests compare with DeepSpeed.  It comes as sources that import torch when they are built: hence after the rest,
 # and without isolation.  Where it cannot be installed those tests are skipped.
@@ -56,8 +68,11 @@ $(VENV)/.tried-%: $(READY)
 	    "skipped; 'make $*' tries again" >&2
 	touch $@
 
+# If all tests that ARGS names are of these folders, DeepSpeed and torchtitan are not installed for them: none runs those.
+WITHOUT_LIBRARIES := $(foreach folder,_torch benchmarks checkpoint comm demo fsdp launch layout optim publish tensor testing view \
+	test_,tests/$(folder)%)
 # Three processes, each with ranks of its own, since a third of the time one only waits; a file's tests stay together.
-test: $(READY) $(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN)
+test: $(READY) $(if $(filter-out $(WITHOUT_LIBRARIES),$(or $(filter tests/%,$(ARGS)),all)),$(TRIED_DEEPSPEED) $(TRIED_TORCHTITAN))
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Some tests of each part, those nearest to PyTorch's own code, in a few minutes: for a PyTorch that is not the usual one.
@@ -106,7 +121,7 @@ site: $(READY)
 	$(BIN)/python -m sphinx -b html -n -W --keep-going -q docs build/site
 	@echo "build/site/index.html"
 
-demo: $(READY)
+demo: $(READY_FOR_DEMO)
 	$(BIN)/python -m terrazzo demo $(ARGS)
 
 # dist/terrazzo-VERSION-py3-none-any.whl, which pip installs, and dist/terrazzo-VERSION.tar.gz, the sources of it.
