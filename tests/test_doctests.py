@@ -52,13 +52,14 @@ def test_code_on_pages(file, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "page", ["train", "mixed-precision", "gradient-accumulation", "tensor-parallelism", "save", "hugging-face"]
+    "page",
+    ["train", "mixed-precision", "gradient-accumulation", "tensor-parallelism", "save", "hugging-face", "operation"],
 )
 def test_the_programs_of_tasks_run_as_they_are(page, tmp_path):
     """As docs/how-to/index.md says: by python, and by torchrun on several ranks, without a process group before."""
     if page == "hugging-face":
         pytest.importorskip("transformers")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "how-to" / f"{page}.md").read_text(), re.DOTALL)
+    blocks = [block.text for block in blocks_of(ROOT / "docs" / "how-to" / f"{page}.md") if block.language == "python"]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment["PYTHON_EXEC"] = warm_python()
     for ranks, start in enumerate(([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]), 1):

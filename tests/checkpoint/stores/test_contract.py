@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -37,12 +39,29 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     yield made
 
 
-def documented_store() -> Callable[[str], Store]:
+ROOT = Path(__file__).parents[3]
+
+
+def documented_code() -> str:
     """The example of docs/stores.md."""
-    text = (Path(__file__).parents[3] / "docs" / "stores.md").read_text()
+    text = (ROOT / "docs" / "stores.md").read_text()
+    return text.partition("## A store of one's own")[2].partition("```python\n")[2].partition("```")[0]
+
+
+def documented_store() -> Callable[[str], Store]:
     names: dict[str, Any] = {}
-    exec(text.partition("## A store of one's own")[2].partition("```python\n")[2].partition("```")[0], names)
+    exec(documented_code(), names)
     return names["SQLiteStore"]
+
+
+@pytest.mark.long
+def test_the_store_of_the_documentation_has_types(tmp_path: Path) -> None:
+    (tmp_path / "sqlite_store.py").write_text(documented_code())
+    command = [sys.executable, "-m", "mypy", "--config-file", "tests/typed.ini", "--cache-dir", ".mypy_cache/user"]
+    ended = subprocess.run(
+        [*command, tmp_path / "sqlite_store.py"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stdout
 
 
 def test_a_checkpoint_in_the_store_of_the_documentation(tmp_path: Path) -> None:
