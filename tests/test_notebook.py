@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from terrazzo import notebook
-from terrazzo.errors import CommError
+from terrazzo.errors import CommError, DTensorError
+from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh
 from terrazzo.testing import RanksFailed
 
 
@@ -49,6 +52,33 @@ def test_cells_keep_what_they_define_and_show_each_rank(shell: Any, capsys: pyte
     cell("", "torch.rand(1).item()")
     first, second = capsys.readouterr().out.splitlines()
     assert first != second, "the generators go on"
+
+
+def test_a_dtensor_of_the_notebook_is_not_one_of_the_ranks(shell: Any) -> None:
+    """Of one on 1 rank the other ranks would have nothing; the same the other way."""
+    ranks = shell.ranks
+    ranks.run("import torch; from terrazzo.tensor import Shard, distribute_tensor, init_device_mesh")
+    ranks.run("there = distribute_tensor(torch.ones(8), init_device_mesh('cpu', (2,)), [Shard(0)])")
+    with one_rank():
+        x = distribute_tensor(torch.ones(8), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(RanksFailed, match=r"rank 1 of 2 .* a DTensor of rank 0 of 1: .*world.*full_tensor"):
+            ranks(lambda: x.sum().item())
+        with pytest.raises(DTensorError, match=r"rank 0 of 1 cannot unpickle a DTensor of rank 0 of 2"):
+            ranks(lambda: there)  # noqa: F821
+        assert ranks(lambda whole: whole.sum().item(), x.full_tensor()) == [8, 8]
+    shown = ranks(lambda: there)  # noqa: F821
+    assert [each.to_local().tolist() for each in shown] == [[1.0] * 4] * 2 and shown[1].shape == (8,)
+    assert ranks(lambda: there.sum().item()) == [8, 8]  # noqa: F821
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A block in a world of 1 rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_name_of_the_notebook_and_of_cells_is_told(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,10 @@
 """DTensors in pickles and in `torch.save` files, also those that are loaded with `weights_only=True`.
 
-A pickle holds the local tensor and, as plain data, the ranks of the mesh and the placements. It can be loaded by the
-same rank of the same mesh; to load onto others, use `terrazzo.checkpoint`. The mesh is not pickled as an object,
-because its hash differs between processes, so the loaded mesh would not equal the live one.
+A pickle holds the local tensor and, as plain data, the number of ranks of the world, the rank that wrote it, the ranks
+of the mesh and the placements. Only a rank that holds the same part of the same mesh can load it, in this run or in a
+later one of as many ranks; others raise an error, because the part of another rank would be a wrong number. To load
+onto others, use `terrazzo.checkpoint`. The mesh is not pickled as an object, because its hash differs between
+processes, so the loaded mesh would not equal the live one.
 
 Without a process group a pickle can be inspected: it gives the tensor as its writer had it, with shape, placements and
 local tensor, and operations on it work as long as they need no communication.
@@ -18,6 +20,7 @@ import torch.distributed as dist
 
 from terrazzo._torch.tensors import PARAMETER_MARK, mark_as_parameter
 from terrazzo.comm.mesh import MeshAsData, mesh_as_data, mesh_from_data
+from terrazzo.comm.simulated import real_values
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.layout.placement import _strided_shard
@@ -34,12 +37,14 @@ def reduce(tensor: DTensor) -> tuple[Any, ...]:
     state = {k: v for k, v in tensor.__dict__.items() if k not in _NOT_PICKLED}
     is_parameter = bool(tensor.__dict__.get(PARAMETER_MARK))
     where = (mesh_as_data(layout.mesh), tuple(layout.placements), tuple(layout.shape), tuple(layout.order))
-    writer = dist.get_rank() if dist.is_initialized() else _seen_from(layout)
-    return rebuild, (tensor._local.detach(), *where, tensor._local.requires_grad, is_parameter, state, writer)
+    # A tensor on a mesh without process groups is described from the side of the rank that wrote it.
+    here = dist.is_initialized()
+    writer, world = (dist.get_rank(), dist.get_world_size()) if here else (_seen_from(layout), None)
+    return rebuild, (tensor._local.detach(), *where, tensor._local.requires_grad, is_parameter, state, writer, world)
 
 
 def _seen_from(layout: Layout) -> int:
-    """The rank from whose side a tensor on a mesh without process groups is described."""
+    """The rank from whose side a tensor on a mesh without process groups is described; -1 if it is not in the mesh."""
     ranks: list[int] = layout.mesh.mesh[layout.coord].flatten().tolist() if layout.coord is not None else []
     return ranks[0] if ranks else -1
 
@@ -54,20 +59,46 @@ def rebuild(
     is_parameter: bool,
     state: dict[str, Any],
     writer: int | None = None,
+    world: int | None = None,
 ) -> DTensor:
     """Undo `reduce`."""
+    if dist.is_initialized() and writer is not None:  # else it is seen from the writer, or the pickle does not say it
+        rank, size = dist.get_rank(), dist.get_world_size()
+        refusal = f"rank {rank} of {size} cannot unpickle a DTensor of rank {writer} of {world}: "
+        if world is not None and size != world:
+            raise DTensorError(f"{refusal}its other parts are in another world. {_INSTEAD}")
+        if not _hold_the_same(rank, writer, mesh[1], placements):
+            raise DTensorError(
+                f"{refusal}it is placed {list(placements)} on the ranks {mesh[1]}, and this is not rank {rank}'s part. "
+                f"{_INSTEAD}"
+            )
     layout = Layout.of(mesh_from_data(mesh, writer), placements, shape, order)
     if layout.coord is not None and tuple(local.shape) != tuple(layout.local_shape):
         raise DTensorError(
             f"rank {dist.get_rank()}: this pickled local tensor has shape {tuple(local.shape)}, but this rank's part "
-            f"of {layout} has {tuple(layout.local_shape)}, so another rank wrote it; use terrazzo.checkpoint to load "
-            "on other ranks"
+            f"of {layout} has {tuple(layout.local_shape)}, so another rank wrote it. {_INSTEAD}"
         )
     result = wrap(local.requires_grad_(requires_grad), layout)
     result.__dict__.update(state)
     if is_parameter:
         mark_as_parameter(result)
     return result
+
+
+_INSTEAD = (
+    "Send x.full_tensor(), and make a DTensor of it with distribute_tensor where it arrives; or save and load it with "
+    "terrazzo.checkpoint, which loads onto any ranks"
+)
+
+
+def _hold_the_same(one: int, other: int, mesh: Any, placements: Sequence[Placement]) -> bool:
+    """Whether two ranks hold the same part of a tensor that is placed so on a mesh of these ranks."""
+    with real_values():
+        ranks = torch.tensor(mesh)
+        first, second = (ranks == one).nonzero().tolist(), (ranks == other).nonzero().tolist()
+    if not first or not second:  # outside of the mesh
+        return first == second
+    return all(a == b or p.is_replicate() for a, b, p in zip(first[0], second[0], placements, strict=True))
 
 
 links.reduce = reduce
