@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
 import os
 import pickle
 import re
+import shutil
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -23,7 +25,10 @@ import torch.distributed.checkpoint as dcp
 import terrazzo
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointableTensor
-from terrazzo.errors import CheckpointExistsError, DivergentValueError, DivergentValueWarning
+from terrazzo.checkpoint import FileSystemWriter as NativeFileSystemWriter
+from terrazzo.checkpoint.formats import DCPWriter
+from terrazzo.checkpoint.stores import MemoryStore
+from terrazzo.errors import CheckpointExistsError, ConflictError, DivergentValueError, DivergentValueWarning
 from terrazzo.integrations.installing import InstallWarning
 
 
@@ -66,7 +71,7 @@ def test_a_writer_that_places_files_itself_and_a_reader_that_sorts_by_offset(tmp
             self.path = path
 
         def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-            return [dataclasses.replace(plan, storage_data=Prefix(f"{n}/")) for n, plan in enumerate(plans)]
+            return [dataclasses.replace(plan, storage_data=Prefix(f"part-{n}-")) for n, plan in enumerate(plans)]
 
         @classmethod
         def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -84,8 +89,10 @@ def test_a_writer_that_places_files_itself_and_a_reader_that_sorts_by_offset(tmp
     folder = str(tmp_path)
     dcp.save(state(), storage_writer=Writer(folder, 2), no_dist=True)
     assert loaded(folder, storage_reader=Reader(folder)) and len(ranges) == 3
-    path, offset, length = next(each for each in ranges if each[2] == 120)
-    assert (tmp_path / path).read_bytes()[offset : offset + length] == state()["w"].numpy().tobytes()
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert {path for path, _, _ in ranges} <= {*files} and files == [".metadata", "part-0-0.distcp", "part-0-1.distcp"]
+    read = [torch.load(io.BytesIO((tmp_path / path).read_bytes()[start:][:size])) for path, start, size in ranges]
+    assert any(torch.is_tensor(value) and torch.equal(value, state()["w"]) for value in read)
 
 
 def save_as_the_s3_connector(folder: str) -> None:
@@ -176,8 +183,8 @@ def test_a_writer_whose_files_another_process_writes(tmp_path: Path) -> None:
     planner.set_up_planner(state(), writer.storage_meta(), True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     (plan,) = writer.prepare_global_plan(plans)
-    plan = dataclasses.replace(planner.finish_plan(plan), storage_data=_StoragePrefix("__0_"))
-    writer.write(plan, planner)
+    assert plan.storage_data == _StoragePrefix("__0_")
+    writer.write(planner.finish_plan(plan), planner)
     writer.finish(metadata, [writer.results])
     assert sorted(os.listdir(folder)) == [".metadata", "__0_0.distcp"] and loaded(folder)
     terrazzo.uninstall()
@@ -185,18 +192,17 @@ def test_a_writer_whose_files_another_process_writes(tmp_path: Path) -> None:
     dcp.load(target, checkpoint_id=folder, no_dist=True)  # PyTorch's own
     assert torch.equal(target["w"], state()["w"])
     terrazzo.install()
-    dcp.save(state(), checkpoint_id=tmp_path / "ours", no_dist=True)
-    hidden = Async(str(tmp_path / "ours"))
-    hidden.set_up_storage_writer(True)
-    with pytest.raises(CheckpointExistsError, match="which would hide"):
-        hidden.finish(metadata, [writer.results])
+    terrazzo.checkpoint.save(state(), storage_writer=NativeFileSystemWriter(tmp_path / "ours"), no_dist=True)
+    with pytest.raises(CheckpointExistsError, match="which would be read instead"):
+        Async(str(tmp_path / "ours")).set_up_storage_writer(True)
 
 
 def test_options_of_a_writer_can_be_set_afterwards(tmp_path: Path) -> None:
     writer = dcp.FileSystemWriter(tmp_path)
     writer.single_file_per_rank, writer.sync_files, writer.thread_count = False, False, 3
     dcp.save(state(), storage_writer=writer, no_dist=True)
-    assert len(list(tmp_path.glob("data-*"))) == 2 and loaded(tmp_path)
+    assert len(list(tmp_path.glob("__0_[012].distcp"))) == len(list(tmp_path.glob("*.distcp"))) == 3
+    assert loaded(tmp_path)
 
 
 def test_readers_that_keep_metadata_or_look_at_files_first(tmp_path: Path) -> None:
@@ -242,7 +248,7 @@ def test_the_whole_checkpoint_into_an_empty_state_dict(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compression", [False, True])
 def test_metadata_says_where_everything_lies(compression: bool, tmp_path: Path) -> None:
     large = {"zeros": torch.zeros(3, 1 << 19), "n": 5}
-    writer = dcp.FileSystemWriter(tmp_path, compression=compression)
+    writer = NativeFileSystemWriter(tmp_path, compression=compression)
     dcp.save(large, storage_writer=writer, no_dist=True)
     places = pickle.loads(pickle.dumps(dcp.FileSystemReader(tmp_path).read_metadata())).storage_data
     assert {index.fqn for index in places} == {"zeros", "n"} and len(places) == 2 and places.get("other") is None
@@ -334,3 +340,109 @@ def test_plain_tensors_that_say_their_parts_by_attributes(tmp_path: Path) -> Non
     """PyTorch 2.14's protocol, on every version."""
     run_ranks(2, save_parts, str(tmp_path))
     assert torch.equal(Checkpoint(tmp_path)["w"][...], torch.arange(16.0).reshape(4, 4))
+
+
+def as_composer(folder: str) -> None:
+    """Composer's: a rank asserts that its file is there, and uploads it; a reader fetches the files that it needs."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    rank, folder = torch.distributed.get_rank(), f"{folder}/run"
+
+    class Reader(dcp.FileSystemReader):
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            for item in plan.items:
+                name = self.storage_data[item.storage_index].relative_path
+                if not (Path(self.path) / name).exists():
+                    shutil.copy(f"{folder}/uploaded/{name}", f"{self.path}/{name}")
+            return super().read_data(plan, planner)
+
+    def value(step: int) -> dict[str, Any]:
+        mesh = init_device_mesh("cpu", (2,))
+        first = {"rng": [step, 1]} if rank == 0 else {}
+        return {"w": distribute_tensor(torch.arange(14.0).reshape(7, 2) + step, mesh, [Shard(0)]), **first}
+
+    for step in range(3):  # over the last one, too, as when a run that was killed goes on
+        writer, planner = (
+            dcp.FileSystemWriter(f"{folder}/saved"),
+            dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+        )
+        dcp.save(value(step), storage_writer=writer, planner=planner)
+        mine = f"__{rank}_0.distcp"
+        assert Path(f"{folder}/saved/{mine}").is_file()
+        if step == 2:
+            Path(f"{folder}/uploaded").mkdir(exist_ok=True)
+            for name in (mine, ".metadata")[: 2 - rank]:
+                shutil.copy(f"{folder}/saved/{name}", f"{folder}/uploaded/{name}")
+        torch.distributed.barrier()
+        assert sorted(os.listdir(f"{folder}/saved")) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+        torch.distributed.barrier()
+    fetched = Path(f"{folder}/fetched {rank}")
+    fetched.mkdir()
+    shutil.copy(f"{folder}/uploaded/.metadata", fetched)
+    target = {"w": torch.zeros(7, 2), "rng": [0, 0]}
+    dcp.load(target, storage_reader=Reader(str(fetched)))
+    assert torch.equal(target["w"], torch.arange(14.0).reshape(7, 2) + 2) and target["rng"] == [2, 1]
+
+
+def check_composer(folder: str) -> None:
+    warnings.simplefilter("ignore", InstallWarning)
+    terrazzo.install()
+    try:
+        as_composer(folder)
+    finally:
+        terrazzo.uninstall()
+    target = {"w": torch.zeros(7, 2)}
+    dcp.load(target, checkpoint_id=f"{folder}/run/uploaded", no_dist=True)  # PyTorch's own
+    assert torch.equal(target["w"], torch.arange(14.0).reshape(7, 2) + 2)
+
+
+def test_ranks_that_upload_their_files(tmp_path: Path) -> None:
+    run_ranks(2, check_composer, str(tmp_path))
+
+
+def save_apart(folder: str) -> None:
+    rank = torch.distributed.get_rank()
+    mine = {"w": torch.full((3,), float(rank)), "step": [rank, 7]}
+    for _ in range(2):
+        terrazzo.checkpoint.save(mine, checkpoint_id=folder, use_collectives=False)
+    async_save = terrazzo.checkpoint.async_save
+    async_save(mine, checkpoint_id=folder, use_collectives=False).result()
+    assert {*os.listdir(folder)} == {"__0.metadata", "__0_0.distcp", "__1.metadata", "__1_0.distcp"}
+    for load, reader in (
+        (terrazzo.checkpoint.load, terrazzo.checkpoint.FileSystemReader),
+        (dcp.load, dcp.FileSystemReader),
+    ):
+        for how in ({"checkpoint_id": folder}, {"storage_reader": reader(folder)}):
+            target = {"w": torch.zeros(3), "step": None}
+            load(target, **how)
+            assert target["w"].tolist() == [rank] * 3 and target["step"] == [rank, 7]
+    with pytest.raises(terrazzo.errors.CheckpointException, match="NativeWriter cannot"):
+        terrazzo.checkpoint.save(mine, store=MemoryStore(), use_collectives=False)
+    terrazzo.checkpoint.save({"w": torch.ones(2)}, storage_writer=DCPWriter(f"{folder}/together"))
+    with pytest.raises(CheckpointExistsError, match="saved together"):
+        terrazzo.checkpoint.save(mine, checkpoint_id=f"{folder}/together", use_collectives=False)
+
+
+def test_ranks_that_save_by_themselves(tmp_path: Path) -> None:
+    run_ranks(2, save_apart, str(tmp_path / "apart"))
+
+
+def test_files_of_killed_saves_are_not_taken_for_new_ones(tmp_path: Path) -> None:
+    """A save that was killed has left a file of PyTorch's name; and another save commits while this one writes."""
+    (tmp_path / "__0_0.distcp").write_bytes(b"of a save that was killed")
+    dcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
+    assert sorted(os.listdir(tmp_path)) == [".metadata", "__0_0.distcp"] and loaded(tmp_path)
+
+    class Slow(dcp.FileSystemWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            assert {"w", "m.b", "step"} == metadata.state_dict_metadata.keys()
+            assert {each.storage_data.relative_path for part in results for each in part} == {"__0_0.distcp"}
+            dcp.save(state(), checkpoint_id=self.path, no_dist=True)
+            super().finish(metadata, results)
+
+    for folder in (tmp_path, tmp_path / "new"):
+        with pytest.raises(ConflictError):
+            dcp.save({**state(), "step": 4}, storage_writer=Slow(folder), no_dist=True)
+        assert loaded(folder)
+        left = {name for name in os.listdir(folder) if name.startswith("__")}
+        assert left == {"__0_0.distcp"}, "what failed has left nothing"

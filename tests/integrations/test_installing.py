@@ -173,9 +173,9 @@ def check_files_of_pytorch(folder: str) -> None:
     assert state["w"].tolist() == [0, 1, 2, 3]
 
 
-def check_marker(folder: str) -> None:
-    """Programs that look for PyTorch's `.metadata` see a checkpoint that was saved under install(), and no other."""
-    from terrazzo.checkpoint import AsyncCheckpointerType, Checkpoint, async_save, load, save
+def check_formats(folder: str) -> None:
+    """Programs for PyTorch's checkpoints get PyTorch's files; in terrazzo's format they see that there is one."""
+    from terrazzo.checkpoint import AsyncCheckpointerType, Checkpoint, FileSystemWriter, async_save, load, save
     from terrazzo.checkpoint.formats import detect
 
     state = {"w": torch.arange(4.0)}
@@ -188,25 +188,33 @@ def check_marker(folder: str) -> None:
         async_save(
             state, checkpoint_id=f"{folder}/process", async_checkpointer_type=AsyncCheckpointerType.PROCESS
         ).result()
+        save(state, storage_writer=FileSystemWriter(f"{folder}/native"))
+        save(state, checkpoint_id=f"{folder}/based", base=f"{folder}/native")
     finally:
         terrazzo.uninstall()
     save(state, checkpoint_id=f"{folder}/without")
     async_save(
         state, checkpoint_id=f"{folder}/process-without", async_checkpointer_type=AsyncCheckpointerType.PROCESS
     ).result()
-    marked = {path.name: (path / ".metadata").exists() for path in Path(folder).iterdir()}
-    assert marked == {"under": True, "process": True, "without": False, "process-without": False}
-    for name in marked:
-        found = {"w": torch.zeros(4)}
+    formats = {path.name: detect(path) for path in Path(folder).iterdir()}
+    native = dict.fromkeys(("native", "based", "without", "process-without"), "native")
+    assert formats == {"under": "dcp", "process": "dcp", **native}
+    shown = {path.name for path in Path(folder).iterdir() if (path / ".metadata").exists()}
+    assert shown == formats.keys() - {"without", "process-without"}
+    for name, kind in formats.items():
+        found, theirs = {"w": torch.zeros(4)}, {"w": torch.zeros(4)}
         load(found, checkpoint_id=f"{folder}/{name}")
         assert found["w"].tolist() == [0, 1, 2, 3] == Checkpoint(f"{folder}/{name}")["w"][...].tolist()
-        assert detect(f"{folder}/{name}") == "native"
+        if kind == "dcp":
+            assert sorted(os.listdir(f"{folder}/{name}")) == [".metadata", "__0_0.distcp"]
+            torch.distributed.checkpoint.load(theirs, checkpoint_id=f"{folder}/{name}", no_dist=True)
+            assert theirs["w"].tolist() == [0, 1, 2, 3]
     with pytest.raises(torch.distributed.checkpoint.CheckpointException, match="of terrazzo: load it with terrazzo"):
-        torch.distributed.checkpoint.load(found, checkpoint_id=f"{folder}/under", no_dist=True)
+        torch.distributed.checkpoint.load(found, checkpoint_id=f"{folder}/native", no_dist=True)
 
 
-def test_programs_that_look_for_pytorchs_checkpoints_see_ours(tmp_path):
-    run_ranks(1, check_marker, str(tmp_path))
+def test_programs_that_look_for_pytorchs_checkpoints_find_them(tmp_path):
+    run_ranks(1, check_formats, str(tmp_path))
 
 
 def test_files_for_pytorch_are_written_as_before(tmp_path):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter, SerializationFormat
 from terrazzo.checkpoint.stores import Store
 from terrazzo.checkpoint.stores.fsspec_store import FsspecStore
-from terrazzo.errors import UnsupportedValueError
 
 __all__ = ["FsspecReader", "FsspecWriter"]
 
 
-class _OfFsspec:
+class OfFsspec:
+    """What writers and readers of a URL of `fsspec` have in common."""
+
     _settings: dict[str, Any]
 
     def _open_store(self, path: str | os.PathLike[str]) -> Store:
@@ -35,7 +36,7 @@ class _OfFsspec:
         return True
 
 
-class FsspecWriter(_OfFsspec, FileSystemWriter):
+class FsspecWriter(OfFsspec, FileSystemWriter):
     """A `FileSystemWriter` for a URL of `fsspec`. Further arguments go to the file system's constructor.
 
     >>> from terrazzo.checkpoint import save
@@ -52,11 +53,9 @@ class FsspecWriter(_OfFsspec, FileSystemWriter):
         per_thread_copy_ahead: int = 10_000_000,
         overwrite: bool = True,
         _extensions: Any = None,
-        serialization_format: Any = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
         **kwargs: Any,
     ) -> None:
-        if getattr(serialization_format, "value", "torch_save") != "torch_save":
-            raise UnsupportedValueError("terrazzo's format has only one serialization: leave serialization_format out")
         self._settings = kwargs
         super().__init__(
             path,
@@ -66,10 +65,11 @@ class FsspecWriter(_OfFsspec, FileSystemWriter):
             per_thread_copy_ahead,
             overwrite=overwrite,
             _extensions=_extensions,
+            serialization_format=serialization_format,
         )
 
 
-class FsspecReader(_OfFsspec, FileSystemReader):
+class FsspecReader(OfFsspec, FileSystemReader):
     """Reads checkpoints that an `FsspecWriter` wrote.
 
     >>> import torch

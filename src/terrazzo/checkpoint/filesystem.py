@@ -11,18 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.checkpoint.formats.registry import find
-from terrazzo.checkpoint.formats.torch_storage import TorchStorageWriter, writer_of_torch
 from terrazzo.checkpoint.metadata import Metadata
-from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.rows import Target
 from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
 from terrazzo.checkpoint.native.writer import WriteOptions
 from terrazzo.checkpoint.run.staging import BlockingAsyncStager
-from terrazzo.checkpoint.storage import WriteResult
 from terrazzo.checkpoint.stores import Store, is_url, store_at
-from terrazzo.errors import CheckpointExistsError, CheckpointNotFoundError, UnsupportedValueError
+from terrazzo.checkpoint.torch_api.file_systems import FileSystem, FileSystemBase, SerializationFormat
+from terrazzo.errors import CheckpointNotFoundError, UnsupportedValueError
 
-__all__ = ["FileSystemReader", "FileSystemWriter"]
+__all__ = ["FileSystem", "FileSystemBase", "FileSystemReader", "FileSystemWriter", "SerializationFormat"]
 
 
 def _option(name: str, lowest: int | None = None) -> Any:
@@ -40,18 +38,28 @@ class InFolder:
 
     path: str | Path
     store: Store
-    sync_files: bool = True  # an option of writers
+    _sync_files = True
 
     def _open_store(self, path: str | os.PathLike[str]) -> Store:
-        return store_at(path, durable=self.sync_files)
+        return store_at(path, durable=self._sync_files)
 
     def _path(self, path: str | os.PathLike[str]) -> str | Path:
         return os.fspath(path) if is_url(path) else Path(path)
 
+    @property
+    def sync_files(self) -> bool:
+        """Whether a save waits until everything is on the disk."""
+        return self._sync_files
+
+    @sync_files.setter
+    def sync_files(self, value: bool) -> None:
+        self._sync_files = value
+        self.store = self._open_store(self.path)
+
     @cached_property
     def fs(self) -> Any:
         """PyTorch's view of the folder, for classes built on this one; ours uses `store`."""
-        return writer_of_torch(self.path).fs
+        return FileSystem()
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -86,6 +94,7 @@ class FileSystemWriter(BlockingAsyncStager, InFolder, NativeWriter):
         per_thread_copy_ahead: Bytes of buffer for tensors that have to be copied first (accelerator memory).
         cache_staged_state_dict: Keep the memory to which `async_save` copies for the next save.
         overwrite: Whether an existing checkpoint may be replaced.
+        serialization_format: Ignored; for compatibility: data files are safetensors files.
         compression: Compress tensors (zstd, after shuffling their bytes): smaller files, slower saves.
     """
 
@@ -103,6 +112,7 @@ class FileSystemWriter(BlockingAsyncStager, InFolder, NativeWriter):
         cache_staged_state_dict: bool = False,
         overwrite: bool = True,
         _extensions: Any = None,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
         *,
         compression: bool = False,
     ) -> None:
@@ -110,36 +120,10 @@ class FileSystemWriter(BlockingAsyncStager, InFolder, NativeWriter):
             raise UnsupportedValueError("terrazzo's format has no stream extensions: leave _extensions out")
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         options = WriteOptions(single_file_per_rank, max(thread_count, 1), per_thread_copy_ahead, compression)
+        self.serialization_format = serialization_format
         self._sync_files = sync_files
         NativeWriter.__init__(self, self._open_store(path), options, overwrite=overwrite)
         self.path = self._path(path)
-
-    @property
-    def sync_files(self) -> bool:
-        """Whether a save waits until everything is on the disk."""
-        return self._sync_files
-
-    @sync_files.setter
-    def sync_files(self, value: bool) -> None:
-        self._sync_files = value
-        self.store = self._open_store(self.path)
-
-    @property
-    def transforms(self) -> Any:
-        """What PyTorch's writer does to its streams: nothing. Subclasses that write PyTorch's files pass it on."""
-        return writer_of_torch(self.path).transforms
-
-    def _finish_others(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
-        """Commit what a subclass has written itself as PyTorch writes it."""
-        if not all(hasattr(each.storage_data, "relative_path") for part in results for each in part):
-            super()._finish_others(metadata, results)
-        self._commit.release()
-        if self.store.exists(MANIFEST):
-            raise CheckpointExistsError(
-                f"{self.store.location} holds a checkpoint in terrazzo's format, which would hide the one that "
-                f"{type(self).__name__} has written in PyTorch's: save elsewhere, or remove it first"
-            )
-        TorchStorageWriter(writer_of_torch(self.path)).finish(metadata, results)  # its `.metadata`
 
 
 class FileSystemReader(InFolder, NativeReader):
@@ -158,20 +142,29 @@ class FileSystemReader(InFolder, NativeReader):
         super().reset(checkpoint_id)
         self._other = None
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._other is None:
             self._manifest = None
             try:
                 return super().read_metadata()
             except CheckpointNotFoundError:
-                found = find(self.store)
-                if found is None or found[0].name == "native":  # of a run, whose folder this is
+                if not self._finds_other():
                     raise
-                self._other = found[0].reader(found[1])
         return self._other.read_metadata()  # which it has read, if `root` has asked before
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+    def _finds_other(self) -> bool:
+        """Find the reader of a checkpoint of another format, if one is there."""
+        found = find(self.store)
+        if found is None or found[0].name == "native":  # of a run, whose folder this is
+            return False
+        self._other = found[0].reader(found[1])
+        self._other.rank = self.rank
+        return True
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_reader(metadata, is_coordinator)
+        if self._manifest is None and self._other is None:  # a subclass has kept the metadata of an earlier reader
+            self._finds_other()
         if self._other is not None:
             self._other.set_up_storage_reader(metadata, is_coordinator)
 

@@ -78,7 +78,7 @@ class BroadcastingTorchSaveReader(TargetReader):
             self.checkpoint_id = checkpoint_id
         self._file = None
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._metadata = from_rank(self.coordinator_rank, lambda: self._open().read_metadata())
         return self._metadata
 

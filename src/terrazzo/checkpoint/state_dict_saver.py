@@ -43,6 +43,7 @@ def save(
     planner: SavePlanner | None = None,
     process_group: Any = None,
     no_dist: bool = False,
+    use_collectives: bool = True,
     timeout: timedelta | None = None,
     store: Store | None = None,
     base: str | os.PathLike[str] | Store | None = None,
@@ -63,6 +64,8 @@ def save(
         planner: What to save, if not the whole state dict.
         process_group: The ranks that save together; default: all.
         no_dist: Save the state of this process alone.
+        use_collectives: If False, ranks do not plan together: each writes its state, which must have no shards, in
+            PyTorch's format with metadata of its own (`__0.metadata`), and commits by itself. A rank loads its own.
         timeout: How long a rank waits for the others at each step; default: the process group's time limit.
         store: Where to save, instead of `checkpoint_id`: a store (see docs/stores.md).
         base: Another checkpoint, or the existing one. Tensors that have not changed since are not written again: the
@@ -80,7 +83,9 @@ def save(
         process_group, doing=_doing(checkpoint_id, storage_writer, store), no_dist=no_dist, timeout=timeout
     )
     earlier = background_of(process_group, no_dist).earlier_error()
-    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, team, checkpoint_id, store, base)
+    session = SaveSession(
+        planner or DefaultSavePlanner(), storage_writer, team, checkpoint_id, store, base, use_collectives
+    )
     return session.run((lambda: resolve_stateful(state_dict)) if earlier is None else partial(_raise, earlier))
 
 
@@ -95,6 +100,7 @@ def async_save(
     async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
+    use_collectives: bool = True,
     timeout: timedelta | None = None,
     store: Store | None = None,
     base: str | os.PathLike[str] | Store | None = None,
@@ -107,8 +113,8 @@ def async_save(
     Values that `save` cannot store are an error of this call, too.
 
     Args:
-        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout, store, base: As for
-            `save`.
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, use_collectives, timeout, store,
+            base: As for `save`.
         async_checkpointer_type: A thread needs less memory and starts faster; a process does not compete with training
             for the GIL. For a process, planner and writer must be picklable.
         async_stager: How to copy the state (`AsyncStager`); default: the writer, if it is an `AsyncStager` (a
@@ -127,7 +133,9 @@ def async_save(
     in_process = async_checkpointer_type is AsyncCheckpointerType.PROCESS
     # A thread of this process gets connections of its own here; a saving process makes its own.
     team = find_team(process_group, doing=doing, no_dist=no_dist, alone=not in_process, timeout=timeout)
-    session = SaveSession(planner or DefaultSavePlanner(), storage_writer, team, checkpoint_id, store, base)
+    session = SaveSession(
+        planner or DefaultSavePlanner(), storage_writer, team, checkpoint_id, store, base, use_collectives
+    )
     with background_of(process_group, no_dist).turn() as background:
         staging: Staging | None = None
         earlier = background.earlier_error()

@@ -8,8 +8,9 @@ store, write a `terrazzo.checkpoint.stores.Store` instead, which is less work.
 from __future__ import annotations
 
 import abc
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -43,8 +44,8 @@ class StorageWriter(ShownAsCall, abc.ABC):
         """Called before each save, with `save`'s checkpoint id if it has one."""
 
     @abc.abstractmethod
-    def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Called with whether this rank is the coordinator."""
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called with whether this rank is the coordinator; with `rank` and `use_collectives` if it takes `kwargs`."""
 
     @abc.abstractmethod
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -84,11 +85,11 @@ class StorageReader(ShownAsCall, abc.ABC):
         """Called before each load, with `load`'s checkpoint id if it has one."""
 
     @abc.abstractmethod
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata."""
 
     @abc.abstractmethod
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called with the metadata and whether this rank is the coordinator."""
 
     @abc.abstractmethod
@@ -107,6 +108,11 @@ class StorageReader(ShownAsCall, abc.ABC):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this class can read a checkpoint with this id; by default not: it has to be given."""
         return False
+
+
+def with_kwargs(method: Callable[..., Any], **more: Any) -> dict[str, Any]:
+    """`more` if a method of a storage takes `kwargs`, as in newer versions of PyTorch; else nothing."""
+    return more if "kwargs" in inspect.signature(method).parameters else {}
 
 
 def done(result: Result) -> Future[Result]:

@@ -79,6 +79,9 @@ _PRIVATE_NAMES: Final = (
 )
 """Private names that are replaced like public ones."""
 
+_PYTORCHS_FILES: Final = "terrazzo.checkpoint.formats.dcp_folder"
+"""Has writers that are replaced by others than terrazzo's of the same name: they write what PyTorch's write."""
+
 # PyTorch's private modules whose functions libraries call with tensors, placements, modules or state dicts.
 HELPERS: Final = (
     "_composable_state",
@@ -163,10 +166,13 @@ def install() -> Installed:
         before: list[Replacement] = []
         pairs = [(theirs, ours) for theirs, ours in map(_both, MODULES.items()) if theirs is not None]
         public = {theirs: _public(theirs) for theirs, _ in pairs}
+        writers = vars(importlib.import_module(_PYTORCHS_FILES))
         for theirs, ours in pairs:
             private = [name for name in _PRIVATE_NAMES if hasattr(theirs, name) and hasattr(ours, name)]
             found = [name for name in public[theirs] if ours is not None and _is_ours(getattr(ours, name, None))]
-            before += [Replacement(theirs, n, getattr(theirs, n), getattr(ours, n)) for n in private + found]
+            for name in private + found:
+                new = writers[name] if name in writers["__all__"] else getattr(ours, name)
+                before.append(Replacement(theirs, name, getattr(theirs, name), new))
         helpers = _helpers(list(public), before)
         _warn_of_holders(before + helpers)
         replace([*before, *helpers, Replacement(torch, "compile", torch.compile, compiling(torch.compile))])

@@ -26,7 +26,7 @@ from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
-from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, load, save
+from terrazzo.checkpoint import Checkpoint, DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter, load, save
 from terrazzo.checkpoint.plan.flatten import as_pattern
 from terrazzo.checkpoint.state_dict import (
     StateDictOptions,
@@ -81,7 +81,7 @@ class TerrazzoCheckpointIO(TorchCheckpointIO):
             lowest_rank_wins=[_REST, *(as_pattern(f"{_MODEL}.{name}") for name in whole)],
             allow_pickle=self.allow_pickle,
         )
-        save({**parts, _REST: rest}, checkpoint_id=path, planner=planner, no_dist=alone)
+        save({**parts, _REST: rest}, storage_writer=FileSystemWriter(path), planner=planner, no_dist=alone)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None

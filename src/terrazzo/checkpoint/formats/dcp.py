@@ -12,11 +12,13 @@ import io
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+from terrazzo._threads import results_of
 from terrazzo.checkpoint.filesystem import InFolder
 from terrazzo.checkpoint.formats import dcp_metadata
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA
@@ -69,10 +71,11 @@ class DCPReader(TableReader):
         names = _metadata_files(self.files_at(store))
         if not names:
             raise CheckpointNotFoundError(f"there is no torch DCP checkpoint at {self.place} (no {METADATA})")
+        names.sort(key=lambda name: name != f"__{self.rank}{METADATA}")  # this rank's own first
         parts = [dcp_metadata.parse(store.get(name)[0], f"{self.place}/{name}") for name in names]
         return dcp_metadata.merged(parts)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if metadata is not self._metadata:
             self._forget()
             self._metadata = metadata
@@ -151,9 +154,11 @@ class DCPReader(TableReader):
 
 def _metadata_files(names: Collection[str]) -> list[str]:
     """The file with the metadata, or those of each rank."""
-    if METADATA in names:
-        return [METADATA]
-    return sorted(name for name in names if name.startswith("__") and name.endswith(METADATA))
+    return [METADATA] if METADATA in names else _roots(names)
+
+
+def _roots(names: Collection[str]) -> list[str]:
+    return sorted(name for name in names if name == METADATA or (name.startswith("__") and name.endswith(METADATA)))
 
 
 class DCP(Format):
@@ -192,7 +197,15 @@ class DCP(Format):
 
 
 _NAME: Final = re.compile(r"__[0-9]+_(?P<save>[0-9a-f]{12})(?:_[0-9]+)?\.distcp")
-_SUFFIX: Final = ".distcp"
+SUFFIX: Final = ".distcp"
+
+
+@dataclass(frozen=True)
+class Written(StorageInfo):
+    """Where a row has been written, and what the coordinator needs to know of it besides."""
+
+    data: TensorWriteData | None = None  # of a tensor
+    file: str | None = None  # the file's name while the save runs, if it is to have another one then
 
 
 class DCPWriter(InFolder, RowWriter):
@@ -205,30 +218,31 @@ class DCPWriter(InFolder, RowWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str] | Store, sync_files: bool = True, overwrite: bool = True) -> None:
-        self.sync_files = sync_files
+        self._sync_files = sync_files
         self.overwrite = overwrite
         self._name = ""  # the prefix of this rank's files
+        self._root = METADATA
         self._replaced: set[str] = set()  # the files of the old checkpoint, and its seal
         import_all()  # `check_is_found` needs them
         if isinstance(path, Store):
             self.path, self.store = path.location, path
         else:
             self._check_id(path)
-        self._commit = Commit(self.store, METADATA)
+        self._commit = Commit(self.store, self._root)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._commit.release()
         self._check_id(checkpoint_id)
-        self._commit = Commit(self.store, METADATA)
+        self._commit = Commit(self.store, self._root)
         self._name = ""
 
-    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.store.prepare()
         if not is_coordinator:
             return
         check_is_found(Place(self.store), "dcp")
         # First, so that this save fails if another one commits from now on.
-        self._commit = Commit(self.store, METADATA)
+        self._commit = Commit(self.store, self._root)
         data = self._commit.begin(overwrite=self.overwrite)
         self._replaced = set() if data is None else {SEAL, *(_files_of(data, str(self.path)) or ())}
         _remove_leftovers(self.store)
@@ -237,45 +251,66 @@ class DCPWriter(InFolder, RowWriter):
 
     def write(self, rows: Sequence[Row], arranged: bytes, rank: int) -> list[WriteResult]:
         self._name = f"__{rank}_{arranged.decode()}"
+        files = self._in_files(rows)
+        ends = [SUFFIX] if len(files) == 1 else [f"_{number}{SUFFIX}" for number in range(len(files))]
+        return self._write_files({f"{self._name}{end}": part for end, part in zip(ends, files, strict=True)})
+
+    def _in_files(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """The rows in the files that they go to: one, or several if files should be small."""
+        most, files = self.store.caps.file_bytes, list[list[Row]]()
+        position = 0
+        for row in rows:
+            if not files or (most is not None and position >= most):
+                files.append([])
+                position = 0
+            files[-1].append(row)
+            position += row.form.nbytes
+        return files
+
+    def _write_files(self, files: Mapping[str, Sequence[Row]], threads: int = 1) -> list[WriteResult]:
+        """Write data files; if one fails, none of them stays."""
         try:
-            return self._write(rows)
+            parts = results_of([partial(self._write_file, *file) for file in files.items()], threads, "terrazzo-write")
         except BaseException:
             self._remove_own()
             raise
+        return [result for part in parts for result in part]
 
-    def _write(self, rows: Sequence[Row]) -> list[WriteResult]:
-        caps = self.store.caps
+    def _write_file(self, name: str, rows: Sequence[Row]) -> list[WriteResult]:
         results: list[WriteResult] = []
         described: dict[int, TensorWriteData] = {}
-        left = list(reversed(rows))
-        while left:
-            # One file, or several if files should be small, with the names that PyTorch gives the files of threads.
-            name = f"{self._name}{_SUFFIX}" if caps.file_bytes is None else f"{self._name}_{len(results)}{_SUFFIX}"
-            position = 0
-            with self.store.upload(name, 0) if caps.in_place else self.store.stream(name) as file:
-                while left and (caps.file_bytes is None or position < caps.file_bytes):
-                    row = left.pop()
-                    end = _write_row(file, position, row)
-                    item, location = item_of(row, described), StorageInfo(name, position, end - position)
-                    results.append(WriteResult(item.index, end - position, (location, item.tensor_data)))
-                    position = end
+        position = 0
+        with self.store.upload(name, 0) if self.store.caps.in_place else self.store.stream(name) as file:
+            for row in rows:
+                end = _write_row(file, position, row)
+                item = item_of(row, described)
+                where = Written(name, position, end - position, data=item.tensor_data)
+                results.append(WriteResult(item.index, end - position, where))
+                position = end
         return results
 
     def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
-        if not metadata.state_dict_metadata:  # else a planner of a user's own has made it
+        self._describe(metadata, results)
+        self._put(metadata)
+        self._commit.release()
+        self.store.delete(self._replaced - files_named(metadata))
+        check_is_found(Place(self.store), "dcp")  # even between the two
+
+    def _describe(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
+        """Complete the metadata by what has been written, and where."""
+        if not metadata.state_dict_metadata:  # else a planner has made it
             metadata.state_dict_metadata = merged_entries(
-                [(result.index.fqn, result.storage_data[1]) for result in part] for part in results
+                [(result.index.fqn, result.storage_data.data) for result in part] for part in results
             )
-        metadata.storage_data = {result.index: result.storage_data[0] for part in results for result in part}
-        used = {location.relative_path for location in metadata.storage_data.values()}
-        check_written(self.store, used)
+        metadata.storage_data = {each.index: _location(each.storage_data) for part in results for each in part}
         metadata.storage_meta = self.storage_meta()
         metadata.version = dcp_metadata.VERSION
+
+    def _put(self, metadata: Metadata) -> None:
+        """Commit the checkpoint of these metadata."""
+        check_written(self.store, files_named(metadata))
         check_is_found(Place(self.store), "dcp")  # once more: a save in another format may have committed
         self._commit.put(dcp_metadata.encode(metadata))
-        self._commit.release()
-        self.store.delete(self._replaced - used)
-        check_is_found(Place(self.store), "dcp")  # even between the two
 
     def abandon(self) -> None:
         self._remove_own()
@@ -286,7 +321,7 @@ class DCPWriter(InFolder, RowWriter):
 
     def _remove_own(self) -> None:
         if self._name:
-            names = [entry.key for entry in self.store.list(self._name) if entry.key.endswith(_SUFFIX)]
+            names = [entry.key for entry in self.store.list(self._name) if entry.key.endswith(SUFFIX)]
             self.store.delete([name for name in names if name.removeprefix(self._name)[0] in "._"])
 
     def storage_meta(self) -> StorageMeta | None:
@@ -302,6 +337,11 @@ def _write_row(file: Upload, position: int, row: Row) -> int:
     return position + len(content)
 
 
+def _location(where: Any) -> StorageInfo:
+    """Where a row lies, also from a record of PyTorch's."""
+    return StorageInfo(where.relative_path, where.offset, where.length, where.transform_descriptors)
+
+
 def save_of_file(name: str) -> str | None:
     """The id of the save that wrote a data file; None if no `DCPWriter` did.
 
@@ -315,10 +355,14 @@ def save_of_file(name: str) -> str | None:
 def _files_of(data: bytes | bytearray, where: str) -> set[str] | None:
     """The data files of a checkpoint; None if its metadata cannot be read."""
     try:
-        found = dcp_metadata.parse(data, f"{where}/{METADATA}").storage_data
+        return files_named(dcp_metadata.parse(data, f"{where}/{METADATA}"))
     except (CheckpointCorruptError, CheckpointFormatError):
         return None
-    return {location.relative_path for location in found.values()}
+
+
+def files_named(metadata: Metadata) -> set[str]:
+    """The data files of the checkpoint of these metadata."""
+    return {location.relative_path for location in metadata.storage_data.values()}
 
 
 def _remove_leftovers(store: Store) -> None:
@@ -330,9 +374,13 @@ def _remove_leftovers(store: Store) -> None:
     }
 
     def used() -> set[str] | None:
-        try:
-            return _files_of(store.get(METADATA)[0], store.location)
-        except FileNotFoundError:
-            return set()
+        needed: set[str] = set()
+        for name in _roots([entry.key for entry in store.list()]):
+            with suppress(FileNotFoundError):
+                files = _files_of(store.get(name)[0], store.location)
+                if files is None:
+                    return None
+                needed |= files
+        return needed
 
     remove_ended(store, ours, used)

@@ -178,7 +178,8 @@ def parse(data: bytes | bytearray, where: str) -> Metadata:
 
 
 def merged(parts: Sequence[Metadata]) -> Metadata:
-    """One metadata object from those of the ranks (`__0.metadata`, ..., which are saved without collectives)."""
+    """One metadata object from those of the ranks (`__0.metadata`, ..., which are saved without collectives); the first
+    that has a value says where it is."""
     entries: dict[str, STORAGE_TYPES] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
     paths: dict[str, Any] = {}
@@ -189,9 +190,10 @@ def merged(parts: Sequence[Metadata]) -> Metadata:
                 present = {(chunk.offsets, chunk.sizes) for chunk in known.chunks}
                 new = [c for c in _typed(entry, TensorStorageMetadata).chunks if (c.offsets, c.sizes) not in present]
                 entries[name] = TensorStorageMetadata(known.properties, known.size, [*known.chunks, *new])
-        storage.update(part.storage_data)
-        if isinstance(part.planner_data, dict):
-            paths.update(part.planner_data)
+        for index, location in part.storage_data.items():
+            storage.setdefault(index, location)
+        for name, path in part.planner_data.items() if isinstance(part.planner_data, dict) else ():
+            paths.setdefault(name, path)
     only = parts[0].planner_data if len(parts) == 1 else None  # a planner of one's own may have anything
     return Metadata(entries, paths or only, storage, parts[0].storage_meta, parts[0].version)
 
@@ -224,7 +226,9 @@ def encode(metadata: Metadata) -> bytes:
             },
             planner_data=_plain(metadata.planner_data),
             storage_data={
-                index(where): filesystem._StorageInfo(location.relative_path, location.offset, location.length)
+                index(where): filesystem._StorageInfo(
+                    location.relative_path, location.offset, location.length, location.transform_descriptors or None
+                )
                 for where, location in storage.items()
             },
             storage_meta=theirs.StorageMeta(str(meta.checkpoint_id), meta.save_id),
@@ -242,3 +246,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(item) for item in value)
     raise CheckpointFormatError(f"a torch DCP checkpoint cannot have planner data of type {type(value).__name__}")
+
+
+# ------------------------------------------------------------------ what writers have of PyTorch's
+
+
+def prefix_of_torch(prefix: str) -> Any:
+    """What PyTorch's writer puts into a plan: the beginning of the names of a rank's files."""
+    from torch.distributed.checkpoint.filesystem import _StoragePrefix
+
+    return _StoragePrefix(prefix)
+
+
+def transforms_of_torch() -> Any:
+    """What PyTorch's writer does to its streams by default: nothing."""
+    from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+
+    return _StorageWriterTransforms()

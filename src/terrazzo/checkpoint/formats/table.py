@@ -111,7 +111,7 @@ class TableReader(BoxReader):
         self._used = False
         self._seen: dict[str, dict[str, Entry]] = {}  # by location: files, as they were before any was read
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
             self._metadata = self._described()
         return self._metadata
@@ -149,7 +149,10 @@ class TableReader(BoxReader):
         """A file of the checkpoint, which has to be there."""
         if self.place.is_file():  # in a folder with other files, which may be many
             self._seen.setdefault(store.location, _files(store, [key]))
-        entry = self.files_at(store).get(key)
+        known = self.files_at(store)
+        if key not in known:  # a reader built on this one may have fetched it since
+            known.update(_files(store, [key]))
+        entry = known.get(key)
         if entry is None:
             raise CheckpointNotFoundError(f"{store.location}: the file {key} is missing")
         return FileEntry(key, entry.size, 0, 0)

@@ -21,7 +21,8 @@ from terrazzo.checkpoint import metadata as our_metadata
 from terrazzo.checkpoint import planner as our_planner
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult, done
+from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult, done, with_kwargs
+from terrazzo.checkpoint.torch_api.file_systems import SerializationFormat
 
 _MODULE: Final = "torch.distributed.checkpoint.storage"
 _METADATA: Final = (
@@ -56,6 +57,7 @@ def _is_theirs(storage: Any, name: str) -> bool:
 def classes() -> tuple[dict[type, type], dict[type, type]]:
     """Which of their classes stands for which of ours, and the other way round."""
     with originals():
+        from torch.distributed.checkpoint import filesystem
         from torch.distributed.checkpoint import metadata as their_metadata
         from torch.distributed.checkpoint import planner as their_planner
         from torch.distributed.checkpoint import storage as their_storage
@@ -63,6 +65,7 @@ def classes() -> tuple[dict[type, type], dict[type, type]]:
         pairs = {getattr(our_metadata, name): getattr(their_metadata, name) for name in _METADATA}
         pairs |= {getattr(our_planner, name): getattr(their_planner, name) for name in _PLANNER}
         pairs[WriteResult] = their_storage.WriteResult
+        pairs[SerializationFormat] = filesystem.SerializationFormat
     return pairs, {theirs: ours for ours, theirs in pairs.items()}
 
 
@@ -125,8 +128,10 @@ class _Adapted:
 class TorchStorageWriter(_Adapted, StorageWriter):
     """Writes with a writer that was built for PyTorch."""
 
-    def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        self._theirs.set_up_storage_writer(is_coordinator)
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._theirs.set_up_storage_writer(
+            is_coordinator, *args, **with_kwargs(self._theirs.set_up_storage_writer, **kwargs)
+        )
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results = self._theirs.write_data(to_theirs(plan), _AskedPlanner(planner)).wait()
@@ -142,27 +147,20 @@ class TorchStorageWriter(_Adapted, StorageWriter):
         return to_ours(self._theirs.storage_meta())
 
 
-def writer_of_torch(path: str | os.PathLike[str]) -> Any:
-    """PyTorch's own writer for a folder."""
-    with originals():
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-        return FileSystemWriter(path)
-
-
 class TorchStorageReader(_Adapted, StorageReader):
     """Reads with a reader that was built for PyTorch."""
 
     plans_alone = False
     _metadata: Any = None
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._metadata = self._theirs.read_metadata()
         return to_ours(self._metadata)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         theirs = to_theirs(metadata) if self._metadata is None else self._metadata
-        self._theirs.set_up_storage_reader(theirs, is_coordinator)
+        more = with_kwargs(self._theirs.set_up_storage_reader, **kwargs)
+        self._theirs.set_up_storage_reader(theirs, is_coordinator, *args, **more)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self._theirs.read_data(to_theirs(plan), _AskedPlanner(planner)).wait()

@@ -53,7 +53,7 @@ class NativeWriter(RowWriter):
     def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         _check_location(self, self.store, checkpoint_id)
 
-    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.store.prepare()
         self.save_id = uuid.uuid4().hex[:12]
         if is_coordinator:
@@ -81,8 +81,8 @@ class NativeWriter(RowWriter):
     def finish(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
         parts = [result.part for result in results if isinstance(result, PartResults)]
         if len(parts) < len(results):
-            self._finish_others(metadata, results)
-            return
+            rank = next(rank for rank, result in enumerate(results) if not isinstance(result, PartResults))
+            raise CheckpointError(f"the results of rank {rank} do not come from this writer's write_data")
         save_id = self._files.save_id if self._files is not None else uuid.uuid4().hex[:12]
         features = ("zstd",) if self.options.compression else ()
         data = merge(parts, save_id, metadata.planner_data, features)
@@ -104,11 +104,6 @@ class NativeWriter(RowWriter):
             LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", self.store.location, error)
         finally:
             self._commit.release()
-
-    def _finish_others(self, metadata: Metadata, results: list[Sequence[WriteResult]]) -> None:
-        """Commit what another `write_data` has written."""
-        rank = next(rank for rank, result in enumerate(results) if not isinstance(result, PartResults))
-        raise CheckpointError(f"the results of rank {rank} do not come from this writer's write_data")
 
     def build_on(self, base: Store) -> None:
         self.base = base
@@ -170,7 +165,7 @@ class NativeReader(TargetReader):
     def _check_id(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         _check_location(self, self.store, checkpoint_id)
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self._manifest = committed_manifest(self.store)
         return self._described()
 
@@ -190,7 +185,7 @@ class NativeReader(TargetReader):
         save_id = self._manifest.head.save_id
         return metadata_of(self._manifest, self.store, StorageMeta(self.store.location, save_id, self.load_id))
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_reader(metadata, is_coordinator)
         self.storage_data = metadata.storage_data
         if isinstance(metadata.storage_data, StoredPlaces):

@@ -27,7 +27,7 @@ import xxhash
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from terrazzo._torch.groups import default_store
-from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from terrazzo.checkpoint.native.rows import ReadPlan, Target
 from terrazzo.checkpoint.native.storage import NativeReader
 from terrazzo.checkpoint.native.tensors import as_bytes
@@ -37,7 +37,7 @@ from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import Team, exception_of, failure_of
 from terrazzo.checkpoint.run.events import operation
 from terrazzo.checkpoint.run.staging import carve, room_of
-from terrazzo.checkpoint.storage import StorageReader
+from terrazzo.checkpoint.storage import StorageReader, with_kwargs
 from terrazzo.checkpoint.torch_api.items import check_planner
 from terrazzo.checkpoint.torch_api.storages import TargetReader
 from terrazzo.comm.processes import host_identity
@@ -82,6 +82,8 @@ class LoadSession:
         """The reader, found at the first access."""
         if self._reader is None:
             self._reader = self.find()
+            if isinstance(self._reader, TargetReader):
+                self._reader.rank = self.team.rank
         return self._reader
 
     @property
@@ -131,11 +133,21 @@ class LoadSession:
         if root is not None and isinstance(reader, NativeReader):
             metadata = reader.use_root(root)
         else:
-            metadata = reader.read_metadata()
+            metadata = self._read_metadata()
         if self._own is not None:
             self._own.set_up_ranks(self.team.rank, self.team.ranks)
         self.planner.set_up_planner(self._values, metadata, self.team.is_coordinator)
-        self.reader.set_up_storage_reader(metadata, self.team.is_coordinator)
+        more = with_kwargs(self.reader.set_up_storage_reader, rank=self.team.rank, use_collectives=True)
+        self.reader.set_up_storage_reader(metadata, self.team.is_coordinator, **more)
+
+    def _read_metadata(self) -> Metadata:
+        try:
+            return self.reader.read_metadata()
+        except Exception:  # where each rank has saved by itself, PyTorch's readers have to be told the rank
+            more = with_kwargs(self.reader.read_metadata, rank=self.team.rank)
+            if not more or isinstance(self.reader, TargetReader):
+                raise
+            return self.reader.read_metadata(**more)
 
     def _items(self) -> LoadPlan:
         return self.reader.prepare_local_plan(self.planner.create_local_plan())

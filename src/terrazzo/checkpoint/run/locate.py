@@ -22,8 +22,10 @@ def find_writer(
     writer: StorageWriter | None,
     checkpoint_id: str | os.PathLike[str] | None,
     store: Store | None = None,
+    *,
+    pytorchs_files: bool = False,
 ) -> StorageWriter:
-    """The writer to use, reset for a new checkpoint."""
+    """The writer to use, reset for a new checkpoint; by default of terrazzo's format, or of files as PyTorch's."""
     if store is not None:
         if writer is not None:
             raise CheckpointError("pass store or storage_writer, not both")
@@ -37,6 +39,10 @@ def find_writer(
                 f"pass a URL, store or storage_writer"
             )
         writer = FileSystemWriter(checkpoint_id)
+        if pytorchs_files:
+            from terrazzo.checkpoint.formats import dcp_folder  # formats are loaded when they are needed
+
+            writer = dcp_folder.FileSystemWriter(checkpoint_id)
     writer = usable_writer(writer)
     writer.reset(checkpoint_id)
     return writer

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from terrazzo.checkpoint.native.names import for_torch
 from terrazzo.checkpoint.native.root import Path
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.plan.ownership import Agreement, Note, answers, groups_unsure
@@ -30,11 +31,11 @@ from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.run.coordination import Team
 from terrazzo.checkpoint.run.events import LOGGER, Event, operation
 from terrazzo.checkpoint.run.locate import find_writer
-from terrazzo.checkpoint.storage import StorageWriter, WriteResult
+from terrazzo.checkpoint.storage import StorageWriter, WriteResult, with_kwargs
 from terrazzo.checkpoint.stores import Store, store_at
 from terrazzo.checkpoint.torch_api.items import check_planner
 from terrazzo.checkpoint.torch_api.storages import RowWriter, SaveSide
-from terrazzo.errors import CheckpointError, CheckpointException
+from terrazzo.errors import CheckpointError, CheckpointException, UnsupportedValueError
 
 
 class _Hello(msgspec.Struct, array_like=True, frozen=True):
@@ -56,7 +57,7 @@ class _Start(msgspec.Struct, array_like=True, frozen=True):
 @dataclass(slots=True)
 class SaveSession:
     """The state of one save on one rank. `writer` and `side`, which is the writer as the save uses it, are there when
-    the save has begun."""
+    the save has begun. If it is not `together`, each rank saves and commits its state by itself."""
 
     planner: SavePlanner
     given_writer: StorageWriter | None
@@ -64,14 +65,20 @@ class SaveSession:
     checkpoint_id: Any
     store: Store | None = None
     base: str | os.PathLike[str] | Store | None = None
+    together: bool = True
     writer: StorageWriter = field(init=False, repr=False)
     side: SaveSide = field(init=False, repr=False)
     _held: Agreement | None = None  # what this rank could write
     _plan: SavePlan | None = None  # the same as items, if planner or writer need them
     _metadata: Metadata | None = None  # on the coordinator, when the checkpoint is committed
+    _number: int | None = None  # of this rank, if it saves by itself
 
     def run(self, state_dict: Callable[[], STATE_DICT_TYPE]) -> Metadata:
         """Save the result of `state_dict()`; returns the checkpoint's metadata on every rank."""
+        if not self.together:
+            alone = replace(self, team=Team(0, (self.team.global_rank,), None, self.team.doing), together=True)
+            alone._number = self.team.rank
+            return self.team.together(partial(alone.run, state_dict))
         with operation("save", self.checkpoint_id, self.team.global_rank) as event:
             try:
                 with self.team.guarded():
@@ -121,6 +128,7 @@ class SaveSession:
                 plan, paths = self._plan, self._held.paths
                 if plan is not None and self._own is not None:
                     shared = replace(plan, items=self._own.items_of(plan, rows))
+                    self.side.begin(start.arranged, self.team.rank)
                     plan = self._row_writer.placed(shared, start.arranged, self.team.rank)
                     paths = plan.planner_data
             with operation("write", self.checkpoint_id, self.team.global_rank) as written:
@@ -150,7 +158,8 @@ class SaveSession:
         def prepare() -> bytes:
             check_planner(self.planner)
             values = state_dict()
-            self.writer = find_writer(self.given_writer, self.checkpoint_id, self.store)
+            torchs = self._number is not None or (for_torch() and self.base is None)
+            self.writer = find_writer(self.given_writer, self.checkpoint_id, self.store, pytorchs_files=torchs)
             self.side = self.writer if isinstance(self.writer, RowWriter) else SaveSide()
             if self.base is not None:
                 self.side.build_on(store_at(self.base) if isinstance(self.base, (str, os.PathLike)) else self.base)
@@ -158,7 +167,7 @@ class SaveSession:
             if own is not None:
                 own.set_up_ranks(self.team.rank, self.team.ranks)
             set_up_save_planner(self.planner, values, self.writer, self.team.is_coordinator)
-            self.writer.set_up_storage_writer(self.team.is_coordinator)
+            self._set_up_writer()
             with operation("plan", self.checkpoint_id, self.team.rank) as event:
                 held = own.hold() if own is not None and self.side.takes_rows else None
                 if held is None:
@@ -180,6 +189,20 @@ class SaveSession:
             return msgspec.msgpack.encode(_Start(arranged, alone, unsure))
 
         return msgspec.msgpack.decode(self.team.reduce(prepare, agree), type=_Start)
+
+    def _set_up_writer(self) -> None:
+        apart = self._number is not None
+        more = with_kwargs(
+            self.writer.set_up_storage_writer,
+            rank=self._number if apart else self.team.rank,
+            use_collectives=not apart,
+        )
+        if apart and not (self.side.writes_apart if isinstance(self.writer, RowWriter) else more):
+            raise UnsupportedValueError(
+                f"with use_collectives=False each rank writes a checkpoint of its own into one folder, which "
+                f"{type(self.writer).__name__} cannot: leave storage_writer, store and base out, for PyTorch's files"
+            )
+        self.writer.set_up_storage_writer(self.team.is_coordinator, **more)
 
     def _global_plan(self) -> tuple[SavePlan, Metadata | None]:
         """This rank's part of a plan that the coordinator makes, and on the coordinator the metadata."""

@@ -22,12 +22,18 @@ from terrazzo.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, Rea
 from terrazzo.checkpoint.run import messages
 from terrazzo.checkpoint.storage import StorageReader, StorageWriter, WriteResult, done
 from terrazzo.checkpoint.stores import Store
-from terrazzo.checkpoint.torch_api.items import AT_ONCE, fill_items, is_unchanged, items_of, rows_of, value_item
+from terrazzo.checkpoint.torch_api.items import AT_ONCE, fill_items, items_of, rows_of, value_item
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsupportedValueError
 from terrazzo.layout.box import Box
 
 # A subclass of a user's own that changes one of these sees PyTorch's plans.
 _READER_SEES: Final = ("set_up_storage_reader", "prepare_local_plan", "prepare_global_plan", "read_data")
+
+
+def _are_ours(storage: StorageReader | StorageWriter, names: Sequence[str]) -> bool:
+    """Whether these methods are the library's: no class of a user's own, nor the object itself, has others."""
+    kind, own = type(storage), vars(storage)
+    return all(getattr(kind, name).__module__.startswith("terrazzo.") and name not in own for name in names)
 
 
 class TargetReader(StorageReader):
@@ -38,6 +44,7 @@ class TargetReader(StorageReader):
 
     plans_alone = True
     bytes_read = 0
+    rank: int | None = None  # this process's among those that load
     _table: Mapping[str, STORAGE_TYPES] | None = None  # what is stored
     _at_once: float = AT_ONCE  # bytes that are read together for PyTorch's items
 
@@ -52,14 +59,13 @@ class TargetReader(StorageReader):
     @property
     def takes_read_plans(self) -> bool:
         """Whether plans come in the library's own form: not if a subclass sees or changes PyTorch's."""
-        kind, own = type(self), vars(self)
-        return all(getattr(kind, name).__module__.startswith("terrazzo.") and name not in own for name in _READER_SEES)
+        return _are_ours(self, _READER_SEES)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._table = None
         self.bytes_read = 0
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._table = metadata.state_dict_metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -189,7 +195,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 # A subclass of a user's own that changes one of these sees PyTorch's plans.
-_WRITER_SEES: Final = ("prepare_local_plan", "prepare_global_plan", "placed", "write_data")
+_WRITER_SEES: Final = ("prepare_local_plan", "prepare_global_plan", "write_data")
 
 
 class SaveSide:
@@ -198,10 +204,12 @@ class SaveSide:
     Attributes:
         plans_alone: whether it is a `RowWriter` that does not need the plans of all ranks.
         takes_rows: whether it is a `RowWriter` whose `write` can be given a rank's part.
+        writes_apart: whether each rank can commit a checkpoint of its own into one folder.
     """
 
     plans_alone: bool = False
     takes_rows: bool = False
+    writes_apart: bool = False
 
     def build_on(self, base: Store) -> None:
         """Share unchanged tensors of this checkpoint instead of writing them again."""
@@ -259,12 +267,12 @@ class RowWriter(SaveSide, StorageWriter):
     @property
     def plans_alone(self) -> bool:  # type: ignore[override]  # an attribute of other writers' sides
         """Whether ranks need not send their plans to the coordinator for this writer's sake."""
-        return type(self).prepare_global_plan is RowWriter.prepare_global_plan
+        return _are_ours(self, ("prepare_global_plan", "finish"))  # which get all plans, and all metadata
 
     @property
     def takes_rows(self) -> bool:  # type: ignore[override]  # the same
         """Whether a rank's part comes as rows: not if a subclass sees or changes PyTorch's plans."""
-        return is_unchanged(self, RowWriter, _WRITER_SEES)
+        return _are_ours(self, _WRITER_SEES)
 
     @abc.abstractmethod
     def write(self, rows: Sequence[Row], arranged: bytes, rank: int) -> Sequence[WriteResult]:

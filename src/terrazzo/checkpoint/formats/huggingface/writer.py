@@ -103,7 +103,7 @@ class HuggingFaceWriter(InFolder, RowWriter):
         self._layout, self._last, self._committed = None, None, False
         self._own, self._bytes_written = set(), []
 
-    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.store.prepare()
         self.save_id = uuid.uuid4().hex[:12]
         if is_coordinator:
