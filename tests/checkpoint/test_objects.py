@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import enum
 import math
 import os
 import pickle
-from collections import OrderedDict
-from pathlib import Path
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from datetime import date, datetime, timedelta, timezone
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import SimpleNamespace
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import msgspec
 import numpy as np
@@ -119,6 +126,88 @@ LOSING = (
     np.bytes_(b"a\0"),
     np.str_("\0"),
 )
+
+
+class Kind(enum.Enum):
+    A = 1
+    ALSO_A = 1  # noqa: PIE796  # an alias, as enums may have
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+class Sides(enum.Flag):
+    LEFT = 1
+    RIGHT = 2
+
+
+def test_values_of_the_standard_library() -> None:
+    namespace = argparse.Namespace(lr=0.1, dtype=torch.bfloat16, inner=argparse.Namespace(path=Path("/a"), kind=Kind.A))
+    for value in (
+        namespace,
+        SimpleNamespace(a=1, b=(2, {3: None})),
+        Path("/a/b"),
+        PurePosixPath("c"),
+        PureWindowsPath("c:/d"),
+        defaultdict(int, {1: 2}),
+        defaultdict(None, {"a": [1]}),
+        defaultdict(list, {None: [Kind.A]}),
+        Counter("aab"),
+        deque([1, (2,)], maxlen=3),
+        deque(),
+        datetime(2026, 1, 2, 3, 4, 5, 6, timezone(timedelta(hours=-5))),
+        datetime(2026, 10, 25, 2, fold=1),
+        date(2026, 1, 2),
+        timedelta(days=-1, microseconds=5),
+        Kind.A,
+        Number.ONE,
+        Sides.LEFT,
+        {Kind.A: {Number.ONE, Number.ONE}, (1, b"x"): None},
+    ):
+        back = decode(encode({"v": value}))["v"]
+        assert type(back) is type(value) and back == value and repr(back) == repr(value)
+    assert decode(encode(defaultdict(list)))["new"] == [] and decode(encode(deque(maxlen=2))).maxlen == 2
+    assert decode(encode(Kind.ALSO_A)) is Kind.A
+
+
+def test_what_they_cannot_say_is_refused() -> None:
+    class Inside(enum.Enum):
+        A = 1
+
+    @dataclasses.dataclass
+    class Own:
+        x: int = 1
+
+    for value, said in (
+        (Inside.A, "define it at the top of a module"),
+        (Sides.LEFT | Sides.RIGHT, "has no name of its own"),
+        (defaultdict(lambda: 0), "default_factory"),
+        (datetime(2026, 1, 1, tzinfo=ZoneInfo("UTC")), "tzinfo is a ZoneInfo"),
+        (argparse.Namespace(own=Own()), r"\['own'\] is a .*Own.*dataclasses.asdict"),
+    ):
+        with pytest.raises(UnsupportedValueError, match=said):
+            encode(value)
+
+
+def test_an_enum_is_looked_up_where_it_is_imported_and_nowhere_else(monkeypatch) -> None:
+    def stored(*parts: Any) -> bytes:
+        return msgspec.msgpack.encode(msgspec.msgpack.Ext(23, msgspec.msgpack.encode(parts)))
+
+    assert decode(stored(__name__, "Kind", "A")) is Kind.A
+    for parts in (
+        (__name__, "Kind", "B"),
+        (__name__, "Kind.__members__", "A"),
+        (__name__, "Attack", "A"),
+        (__name__, "os", "system"),
+        ("antigravity", "Kind", "A"),
+    ):
+        with pytest.raises(UnsupportedValueError, match="no member 'B' any more|import it before you load"):
+            decode(stored(*parts))
+    assert "antigravity" not in sys.modules
+    for parts in ((1, 2, 3), (__name__,), (__name__, "Kind", [])):
+        with pytest.raises(CheckpointError):
+            decode(stored(*parts))
 
 
 def test_what_numpys_text_of_a_dtype_does_not_say_is_refused() -> None:

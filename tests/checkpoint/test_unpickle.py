@@ -6,6 +6,7 @@ import argparse
 import builtins
 import collections
 import copyreg
+import enum
 import io
 import os
 import pathlib
@@ -86,9 +87,30 @@ def test_values_with_other_equality_come_back() -> None:
         "default": collections.defaultdict(list, a=[1]),
     }
     back = loads(pickle.dumps(value), "test")
-    assert back["path"] == "/a/b" and back["relative"] == ["c"]
+    assert back["path"] == pathlib.Path("/a/b") and back["relative"] == [pathlib.PurePosixPath("c")]
+    assert type(back["path"]) is type(pathlib.Path()) and type(back["relative"][0]) is pathlib.PurePosixPath
     assert back["version"] == str(torch.__version__) and type(back["version"]) is str
     assert back["default"]["new"] == [] and back["default"]["a"] == [1]
+
+
+class Kind(enum.Enum):
+    A = (1, "x")
+
+    @classmethod
+    def _missing_(cls, value: object) -> Kind:
+        raise AssertionError("code of the enum was run")
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_members_of_enums_that_are_imported_come_back(protocol: int) -> None:
+    assert loads(pickle.dumps([Kind.A, {Kind.A: 1}], protocol), "test") == [Kind.A, {Kind.A: 1}]
+    for value in (7, [1]):
+        data = pickle.dumps([Kind.A], protocol)
+        other = pickle.PROTO + bytes([2]) + op_global(__name__, "Kind") + pickle.dumps((value,), 2)[2:-1] + b"R."
+        with pytest.raises(UnsafePickleError, match="member of Kind that this does not have"):
+            loads(other, "test")
+    with pytest.raises(UnsafePickleError, match="not known to be plain data"):
+        loads(data.replace(b"Kind", b"Kine"), "test")
 
 
 def test_an_object_that_contains_itself_comes_back() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import enum
 import logging
 import os
 import random
+from collections import OrderedDict, defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +94,7 @@ def run_with_manager(folder: str, stage: int, last: int) -> tuple[list[float], l
             losses += train(engine, 1, start=engine.global_steps)
             engine.save_step(manager, {"loss": float(engine.global_steps)}, client_state={"epoch": engine.global_steps})
         with pytest.raises(StateNameError):
-            engine.save_step(manager, client_state={"rng": 1})
+            engine.save_step(manager, client_state={"global_steps": 1})
     return losses, manager.steps(), made
 
 
@@ -134,6 +138,58 @@ def test_what_a_checkpoint_holds(tmp_path):
     assert "rng@0" in stored and "rng@1" in stored
 
 
+class Kind(enum.Enum):
+    A = 1
+
+
+def client_state(rank: int) -> dict[str, Any]:
+    """What programs for DeepSpeed put there, of Megatron's kinds too."""
+    args = argparse.Namespace(lr=0.1, dtype=torch.bfloat16, kind=Kind.A, inner=argparse.Namespace(path=Path("/x")))
+    return {
+        "args": args,
+        "by_number": {1: 2, None: {(1, b"k"): [3]}},
+        "counts": defaultdict(int, {"a": 1}),
+        "tensors": {0: torch.arange(3.0), 10: OrderedDict({"b": torch.ones(1), "a": {2: 3}})},
+        "own": PerRank({rank: 1}),
+        "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
+        "lr_scheduler": {1: 0.5},
+        "optimizer": None,
+        "module": "a name",
+        "rng": PerRank([rank]),
+        "version": 3,
+    }
+
+
+def check_client_state(folder: str, layout: str) -> None:
+    engine = engine_of(1 if layout == "deepspeed" else 3)
+    train(engine, 2)
+    rank, left_out = dist.get_rank(), ("lr_scheduler", "optimizer", "module", "rng", "version")
+    given = client_state(rank)
+    if layout == "deepspeed":
+        with pytest.raises(StateNameError, match="uses lr_scheduler, module, optimizer, rng, version"):
+            engine.save_checkpoint(folder, "a", given, layout="deepspeed")
+        given = {name: value for name, value in given.items() if name not in left_out}
+    engine.save_checkpoint(folder, "a", given, layout=layout)
+    tags = ["a"]
+    if layout == "native":
+        engine.save_checkpoint(folder, "b", given, async_op=True).result()
+        tags.append("b")
+    rate, seen = engine.get_lr(), torch.get_rng_state()
+    for tag in tags:
+        engine = engine_of(1, make_model(seed=5))
+        found = engine.load_checkpoint(folder, tag)[1]
+        expected = {name: value.value if isinstance(value, PerRank) else value for name, value in given.items()}
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert repr(found[name]) == repr(value) and type(found[name]) is type(value), name
+        assert engine.get_lr() == rate and (layout == "deepspeed" or torch.equal(torch.get_rng_state(), seen))
+
+
+def test_client_state_comes_back_as_it_was(tmp_path):
+    for layout in ("native", "deepspeed"):
+        run_ranks(2, check_client_state, str(tmp_path / layout), layout)
+
+
 def check_log(folder: str) -> None:
     logged: list[str] = []
     handler = logging.Handler()
@@ -161,8 +217,8 @@ def test_where_frozen_parameters_are_is_logged(tmp_path):
 def check_parts(folder: str) -> None:
     engine = engine_of(2)
     train(engine, 2)
-    with pytest.raises(StateNameError, match="module, rng"):
-        engine.save_checkpoint(folder, client_state={"rng": 1, "module": 2, "fine": 3})
+    with pytest.raises(StateNameError, match="ds_config, global_steps"):
+        engine.save_checkpoint(folder, client_state={"global_steps": 1, "ds_config": 2, "fine": 3})
     with pytest.raises(EngineError, match="cannot be used as the name"):
         engine.save_checkpoint(folder, "a/b")
     with pytest.raises(ValueError, match="ranks passed different tags"):

@@ -15,7 +15,8 @@
     ds_config, version          the configuration; terrazzo's version
     rng                         random states, each rank's own
 
-and beside these, under their own names, what the user adds as client state.
+and beside these, under their own names, what the user adds as client state; of that, values with names that are in this
+list are in `client_state_under_other_names`.
 """
 
 from __future__ import annotations
@@ -45,20 +46,19 @@ from terrazzo.tensor import DTensor
 
 LOGGER = logging.getLogger("terrazzo.engine")
 
-OWN_NAMES: Final = frozenset(
+APART: Final = "client_state_under_other_names"
+# Names that the client state may have, too: DeepSpeed takes the first three, and does not know the others.
+_SHARED_WITH_DEEPSPEED: Final = frozenset({"module", "optimizer", "lr_scheduler"})
+SHARED_NAMES: Final = _SHARED_WITH_DEEPSPEED | {"training_dataloader", "loss_scaler", "version", "rng", APART}
+_TAKEN_NAMES: Final = frozenset(
     {
-        "module",
         "buffer_names",
-        "optimizer",
         "param_shapes",
         "frozen_param_shapes",
         "frozen_param_fragments",
         "shared_params",
-        "lr_scheduler",
         "data_sampler",
-        "training_dataloader",
         "random_ltd",
-        "loss_scaler",
         "sparse_tensor_module_names",
         "skipped_steps",
         "global_steps",
@@ -66,13 +66,10 @@ OWN_NAMES: Final = frozenset(
         "dp_world_size",
         "mp_world_size",
         "ds_config",
-        "version",
-        "rng",
         VALUE,  # what a manager says of the checkpoint
         # DeepSpeed's checkpoints have these too, and a run may be saved in its layout.
         "ds_version",
         "checkpoint_parallel_dimensions",
-        "universal_checkpoint_info",
     }
 )
 
@@ -109,7 +106,15 @@ def content(engine: Trained, client_state: Mapping[str, Any], *, exclude_frozen:
     }
     if engine.pipeline is not None:
         state = of_all_stages(state, engine.pipeline.axis)
-    return {**state, **client_state}
+    apart = {name: value for name, value in client_state.items() if name in SHARED_NAMES}
+    return {**client_state, **state, **({APART: apart} if apart else {})}
+
+
+def client_state_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The client state among the values of a checkpoint."""
+    by_deepspeed = "ds_version" in values
+    own = _TAKEN_NAMES | ({*_SHARED_WITH_DEEPSPEED, "loss_scaler"} if by_deepspeed else SHARED_NAMES)
+    return {name: value for name, value in values.items() if name not in own} | values.get(APART, {})
 
 
 def optimizer_state(engine: Trained) -> dict[str, Any]:
@@ -119,8 +124,8 @@ def optimizer_state(engine: Trained) -> dict[str, Any]:
 
 
 def check_client_names(client_state: Mapping[str, Any]) -> None:
-    """Raise if the client state uses a name under which the engine stores something."""
-    taken = sorted(set(client_state) & OWN_NAMES)
+    """Raise if the client state uses a name under which the engine stores something that DeepSpeed would then lose."""
+    taken = sorted(set(client_state) & _TAKEN_NAMES)
     if taken:
         raise StateNameError(f"client_state uses names that the engine uses itself: {', '.join(taken)}; rename them")
 

@@ -32,7 +32,7 @@ from terrazzo.checkpoint.formats.deepspeed.writing import (
 )
 from terrazzo.checkpoint.stores import Place
 from terrazzo.comm import ControlPlane
-from terrazzo.engine.content import content
+from terrazzo.engine.content import SHARED_NAMES, content
 from terrazzo.engine.trained import Trained
 from terrazzo.errors import EngineError, StateNameError
 from terrazzo.tensor import DTensor
@@ -56,8 +56,12 @@ def save_in_deepspeed_layout(
             "layout='deepspeed' has experts of deepspeed.moe.layer.MoE only in stages 1 and 2 without "
             "round_robin_gradients, as DeepSpeed: save the run without layout="
         )
-    if layers and "num_experts" in client_state:
-        raise StateNameError("client_state uses the name num_experts, which DeepSpeed uses itself; rename it")
+    own = SHARED_NAMES | ({"num_experts"} if layers else set())
+    if taken := sorted(own & set(client_state)):
+        raise StateNameError(
+            f"client_state uses {', '.join(taken)}, and DeepSpeed's files have the engine's own there: rename them, or "
+            "save without layout='deepspeed'"
+        )
     plane = ControlPlane.for_group()
     rank = engine.ranks.data.index
     new = NewFolder(folder / tag)

@@ -441,7 +441,7 @@ class Engine(Shown):
         Args:
             tag: the checkpoint's name; None: `global_step` and the number of steps.
             client_state: further values to store, the same on all ranks (or wrapped in `terrazzo.checkpoint.PerRank`);
-                `load_checkpoint` returns them. Names that the engine uses itself are an error.
+                `load_checkpoint` returns them. Names of the engine's counters and descriptions are an error.
             save_latest: whether `latest` is changed to name this checkpoint.
             exclude_frozen_parameters: leave out parameters that are not trained.
             layout: `deepspeed` writes what DeepSpeed resumes from, on as many ranks and in the same stage, 1, 2 or 3.

@@ -36,6 +36,7 @@ from terrazzo.checkpoint import (
 from terrazzo.checkpoint.manager.committing import Teams, save_named
 from terrazzo.checkpoint.manager.job import JobLease
 from terrazzo.checkpoint.manager.tiers import Which
+from terrazzo.checkpoint.native.containers import restored
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import LATEST as LATEST_NAMES
 from terrazzo.checkpoint.native.names import check_holds_checkpoints, name_as_latest, name_of_step, named_by_latest
@@ -46,8 +47,8 @@ from terrazzo.checkpoint.stores import Place, Store
 from terrazzo.comm import ControlPlane
 from terrazzo.engine import loaders
 from terrazzo.engine.content import (
-    OWN_NAMES,
     check_client_names,
+    client_state_of,
     content,
     frozen_parameters,
     optimizer_state,
@@ -310,7 +311,7 @@ def load_engine(
         _restore_parts(engine, values, position, lr_scheduler=lr_scheduler)
         _restore_random(checkpoint)
     mark("read")
-    return {name: value for name, value in values.items() if name not in OWN_NAMES}
+    return client_state_of(values)
 
 
 class _MarkingPlanner(DefaultLoadPlanner):
@@ -347,7 +348,7 @@ def _values(checkpoint: Checkpoint) -> dict[str, Any]:
             last = last.rpartition("@")[0]
         value = checkpoint[name]
         set_element(nested, (*outer, last), value[...] if isinstance(value, LazyTensor) else value)
-    return nested
+    return restored(nested, paths)
 
 
 def _module_targets(

@@ -28,6 +28,7 @@ from terrazzo.checkpoint.formats.table import TableReader, tensor_entry
 from terrazzo.checkpoint.formats.torch_archive import STORAGE_TYPES, Archive, StoredTensor, open_archive
 from terrazzo.checkpoint.formats.windows import Window, check_files, is_start_of_archive
 from terrazzo.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from terrazzo.checkpoint.native.containers import restored
 from terrazzo.checkpoint.native.spans import strides_of
 from terrazzo.checkpoint.native.tensors import bytes_of
 from terrazzo.checkpoint.plan.flatten import flattened, paths_to_store, set_element
@@ -115,7 +116,7 @@ def _tree(source: Source, how: Writing) -> dict[str, Any]:
         else:
             value = source.whole(name)
         set_element(tree, source.paths.get(name, (name,)), value)
-    return tree
+    return restored(tree, source.paths)
 
 
 # ------------------------------------------------------------------ writing what `torch.load` reads

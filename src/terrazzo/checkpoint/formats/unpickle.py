@@ -17,16 +17,20 @@ from __future__ import annotations
 import argparse
 import collections
 import io
+import pathlib
 import pickle
 import re
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from enum import Enum
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
 from typing import IO, Any, ClassVar, Final
 
 import numpy as np
 import torch
 
 from terrazzo.checkpoint.formats.pickle_check import checked_pickle
+from terrazzo.checkpoint.native.standard import imported_enum
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsafePickleError
 
 _SIMPLE = re.compile(r"[<>|=]?([biufcSU]\d+|\?)")
@@ -130,10 +134,8 @@ _CORES: Final = ("numpy.core", "numpy._core")
 Names = Mapping[tuple[str, str], Any]
 
 
-def _path(self: Pickled) -> str:
-    """A path of any operating system, as a plain string."""
-    parts = [str(part) for part in self.args]
-    return "/".join(parts).replace("//", "/", 1) if parts else "."
+def _path(kind: type[pathlib.PurePath]) -> type[Pickled]:
+    return pickled("pathlib.Path", lambda self: kind(*map(str, self.args)))
 
 
 def _from(kind: type, *accepted: type) -> Call:
@@ -172,9 +174,11 @@ _FACTORIES: Final = {"list": list, "dict": dict, "set": set, "int": int, "float"
 _TEXT: Final = _from(str, str)
 
 
+_NUMBERS: Final = {kind.__name__: _from(kind, int, float, bool) for kind in (int, float, bool)}
 _BUILTINS: Final = {
     **{kind.__name__: _from(kind, *_ITEMS) for kind in (set, frozenset, list, tuple, dict)},
-    **{kind.__name__: _from(kind, int, float, bool) for kind in (int, float, bool)},
+    **_NUMBERS,
+    "long": _NUMBERS["int"],  # what protocol 2 calls the class int
     "str": _TEXT,
     "complex": complex,
     "slice": Call(slice),
@@ -185,16 +189,18 @@ _BUILTINS: Final = {
 }
 
 
-_PATHS: Final = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
-
-_PATH: Final = pickled("pathlib.Path", _path)
+_PATHS: Final = {
+    **dict.fromkeys(("Path", "PosixPath"), _path(pathlib.Path)),
+    **dict.fromkeys(("PurePath", "PurePosixPath"), _path(pathlib.PurePosixPath)),
+    **dict.fromkeys(("WindowsPath", "PureWindowsPath"), _path(pathlib.PureWindowsPath)),
+}
 
 # Everything that a pickle of plain data may name.
 PLAIN: Final[Names] = MappingProxyType(
     {
         **{(module, name): made for module in ("builtins", "__builtin__") for name, made in _BUILTINS.items()},
         **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-        **{(module, name): _PATH for module in ("pathlib", "pathlib._local") for name in _PATHS},
+        **{(module, name): made for module in ("pathlib", "pathlib._local") for name, made in _PATHS.items()},
         ("numpy", "dtype"): pickled("numpy.dtype", _dtype),
         ("numpy", "ndarray"): _ARRAY,
         **{(f"{core}.multiarray", "_reconstruct"): Call(lambda *_: _ARRAY()) for core in _CORES},
@@ -207,6 +213,7 @@ PLAIN: Final[Names] = MappingProxyType(
         ("collections", "deque"): _from(collections.deque, *_ITEMS),
         # Many training scripts store their arguments.
         ("argparse", "Namespace"): pickled("argparse.Namespace", lambda self: argparse.Namespace(**self.fields)),
+        ("types", "SimpleNamespace"): pickled("types.SimpleNamespace", lambda self: SimpleNamespace(**self.fields)),
         ("torch", "Size"): _from(torch.Size, *_ITEMS),
         ("torch", "device"): Call(torch.device),
         ("torch.torch_version", "TorchVersion"): pickled("torch.TorchVersion", lambda self: _TEXT(*self.args)),
@@ -222,6 +229,14 @@ def _layout(name: str) -> torch.layout:
     return layout
 
 
+def _member(kind: type[Enum], value: Any) -> Enum:
+    """The member of an enum that has this value, without a call of the enum, which may have code for other values."""
+    for member in kind.__members__.values():
+        if type(member.value) is type(value) and member.value == value:
+            return member
+    raise UnsafePickleError(f"a pickle has a member of {kind.__qualname__} that this does not have")
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: IO[bytes], names: Names, where: str, persistent: Callable[[Any], Any] | None) -> None:
         super().__init__(file, encoding="utf-8")
@@ -232,6 +247,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._names.get((module, name))
+        if found is None and (kind := imported_enum(module, name)) is not None:
+            found = Call(partial(_member, kind))
         if found is None:
             raise UnsafePickleError(
                 f"{self._where}: the pickle refers to {module}.{name}, which is not known to be plain data, so it was "

@@ -20,6 +20,7 @@ from terrazzo.checkpoint.metadata import (
 )
 from terrazzo.checkpoint.native import objects
 from terrazzo.checkpoint.native.chunks import Chunks
+from terrazzo.checkpoint.native.containers import Paths
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, VERSION
 from terrazzo.checkpoint.native.root import TENSOR, Root
@@ -110,10 +111,10 @@ class StoredPlaces(Mapping[MetadataIndex, StorageInfo]):
 
 def metadata_of(manifest: Root, store: Store, meta: StorageMeta | None = None) -> Metadata:
     """The table of contents of a checkpoint in the native format."""
-    data, paths = manifest.head.planner_data, manifest.head.paths
+    data, paths = manifest.head.planner_data, Paths(manifest.head.paths, dict(manifest.head.forms))
     return Metadata(
         ManifestEntries(manifest),
-        planner_data=(paths or None) if data is None else objects.decode(data),
+        planner_data=(paths if paths or paths.forms else None) if data is None else objects.decode(data),
         storage_data=StoredPlaces(manifest, store),
         storage_meta=meta,
         version=str(VERSION),

@@ -20,6 +20,7 @@ import numpy as np
 
 import terrazzo
 from terrazzo.checkpoint.native import objects
+from terrazzo.checkpoint.native.containers import forms_of
 from terrazzo.checkpoint.native.index import Array, name_hash
 from terrazzo.checkpoint.native.parts import WrittenPart, entries_of, u4_of, unpacked
 from terrazzo.checkpoint.native.root import ObjectEntry, RootHead, RootTensor, TensorEntry, encode_root
@@ -58,7 +59,8 @@ def merge(parts: Sequence[WrittenPart], save_id: str, planner_data: Any = None, 
             layouts=list(layouts),
             owners=list(owners),
             objects=_merge_objects(parts, names.entries),
-            paths=planner_data if are_paths else {},
+            paths=dict(planner_data) if are_paths else {},
+            forms=list(forms_of(planner_data).items()),
             planner_data=None if planner_data is None or are_paths else objects.encode(planner_data),
         )
     )

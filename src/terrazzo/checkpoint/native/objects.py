@@ -16,11 +16,13 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
+from terrazzo.checkpoint.native import standard
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsupportedValueError
 
 _Ext = msgspec.msgpack.Ext
@@ -206,6 +208,10 @@ def _pack(value: Any, allow_pickle: bool, path: tuple[Any, ...], entered: Contai
         parts = _of_torch().parts_of(value)
         if parts is not None:
             return _record(*parts)
+    known = standard.parts_of(value)
+    if known is not None:
+        code, parts = known
+        return _record(code, [_pack(part, allow_pickle, path, entered) for part in parts])
     ends_in_zero = isinstance(value, bytes | str) and value[-1:] in (b"\0", "\0")  # which NumPy takes for padding
     if isinstance(value, np.generic) and _is_plain(value.dtype) and not ends_in_zero:
         return _record(NUMPY_SCALAR, [value.dtype.str, value.tobytes()])
@@ -214,10 +220,11 @@ def _pack(value: Any, allow_pickle: bool, path: tuple[Any, ...], entered: Contai
     if allow_pickle:
         return _Ext(PICKLE, pickle.dumps(value))
     where = "".join(f"[{part!r}]" for part in path)
+    whole = "dataclasses.asdict() of it" if is_dataclass(value) else "its plain parts"
     of = f" of dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else ""
     raise UnsupportedValueError(
-        f"{where or 'the value'} is a {kind.__module__}.{kind.__qualname__}{of}, which has no typed form; store its "
-        "plain parts (numbers, strings, lists, dicts, tensors), or pass planner=DefaultSavePlanner(allow_pickle=True)"
+        f"{where or 'the value'} is a {kind.__module__}.{kind.__qualname__}{of}, which has no typed form; store "
+        f"{whole} (numbers, strings, lists, dicts, tensors), or pass planner=DefaultSavePlanner(allow_pickle=True)"
     )
 
 
@@ -269,6 +276,7 @@ _UNPACK: dict[int, Callable[[Any], Any]] = {
     RANGE: lambda v: range(*v),
     SLICE: lambda v: slice(*v),
     BYTES_IO: io.BytesIO,
+    **standard.UNPACK,
     NUMPY_ARRAY: _array_from_parts,
     NUMPY_SCALAR: lambda v: np.frombuffer(v[1], dtype=np.dtype(v[0]))[0],
 }

@@ -96,6 +96,7 @@ class RootHead(msgspec.Struct, frozen=True):
     objects: list[ObjectEntry]
     paths: dict[str, Path] = {}
     planner_data: bytes | None = None
+    forms: list[tuple[Path, bytes]] = []  # of dicts that are not plain ones with text as keys
 
 
 def encode_root(head: RootHead) -> bytes:

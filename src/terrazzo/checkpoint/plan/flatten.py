@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.checkpoint.native.containers import Paths, form_of, is_plain
 from terrazzo.checkpoint.native.objects import Containers
 from terrazzo.errors import CheckpointError, UnsupportedValueError
 
@@ -141,27 +142,41 @@ def _is_walked(items: list[Any], tensor: type, walked: _Walked) -> bool:
     return known[1]
 
 
-def paths_to_store(nested: Mapping[str, Any], paths: FLATTEN_MAPPING) -> FLATTEN_MAPPING:
+def paths_to_store(nested: Mapping[str, Any], paths: FLATTEN_MAPPING) -> Paths:
     """Paths from which the nested dict can be rebuilt: numbers are indices of lists, keys of dicts are text.
 
     A number that is a key of a dict (in an optimizer's `state`) becomes text, as in PyTorch's checkpoints, because it
-    would look like an index of a list.
+    would look like an index of a list. The forms that come with the paths say what it was.
 
     >>> nested = {"state": {0: {"x": 1}}, "groups": [{"lr": 2}]}
     >>> paths_to_store(nested, flatten_state_dict(nested)[1])
     {'state.0.x': ('state', '0', 'x'), 'groups.0.lr': ('groups', 0, 'lr')}
     """
-    stored: FLATTEN_MAPPING = {}
+    stored = Paths()
+    others: dict[OBJ_PATH, Any] = {}  # by their paths: dicts that are not plain
+    plain, odd = {}, {}  # by id: the dicts themselves, because a mapping may have made one for a single look
+    if not is_plain(nested):
+        others[()] = nested
     for name, path in paths.items():
         if len(path) == 1:
             stored[name] = (str(path[0]),)
             continue
         container: Any = nested
-        keys = []
+        keys: list[Any] = []
         for key in path:
-            keys.append(str(key) if type(container) is dict or isinstance(container, Mapping) else key)
+            if type(container) is dict or isinstance(container, Mapping):
+                if id(container) not in plain:
+                    if id(container) in odd or not is_plain(container):
+                        odd[id(container)] = others[tuple(keys)] = container
+                    else:
+                        plain[id(container)] = container
+                keys.append(str(key))
+            else:
+                keys.append(key)
             container = container[key]
         stored[name] = tuple(keys)
+    forms = ((path, form_of(container, path)) for path, container in others.items())
+    stored.forms = {path: form for path, form in forms if form is not None}
     return stored
 
 

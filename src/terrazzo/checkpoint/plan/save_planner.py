@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from terrazzo.checkpoint.native.containers import Paths
 from terrazzo.checkpoint.native.format import checksum
 from terrazzo.checkpoint.native.names import for_torch
 from terrazzo.checkpoint.native.objects import ObjectBytes, encode
@@ -101,7 +102,7 @@ class DefaultSavePlanner(SavePlanner):
         self.allow_pickle = allow_pickle
         self.rank = 0
         self.ranks: tuple[int, ...] = (0,)
-        self.mappings: dict[str, tuple[Any, ...]] = {}
+        self.mappings = Paths()
         self._per_rank = tuple(per_rank)
         self.lowest_rank_wins = tuple(lowest_rank_wins)
         self._split_from = split_from
@@ -132,7 +133,7 @@ class DefaultSavePlanner(SavePlanner):
         if isinstance(storage_meta, bool):  # planners for PyTorch before 2.3 pass is_coordinator here
             is_coordinator = storage_meta
             storage_meta = None
-        self.mappings = {}
+        self.mappings = Paths()
         if self.flatten_state_dict:
             nested = state_dict
             state_dict, paths = flatten_state_dict(nested)
@@ -202,7 +203,7 @@ class DefaultSavePlanner(SavePlanner):
         forms: dict[tuple[int, torch.dtype, bool], Form] = {}  # one for all chunks that have the same
         at: dict[int, int] = {}  # by address: the first chunk that is there
         rows: list[Row] = []
-        paths = {}
+        paths = Paths(forms=self.mappings.forms)
         unsupported: list[str] = []
         mappings, per_rank = self.mappings, self._per_rank
         for name, value in self.state_dict.items():
@@ -247,7 +248,7 @@ class DefaultSavePlanner(SavePlanner):
                 unsupported.append(text if text.startswith(f"{stored!r}: ") else f"{name}: {text}")
         if unsupported:
             raise UnsupportedValueError("the state dict holds what cannot be stored:\n  " + "\n  ".join(unsupported))
-        return rows, paths or None
+        return rows, paths if paths or paths.forms else None
 
     def _in_group(self, holders: Holders | None) -> tuple[int, ...] | None:
         """The holders as ranks of the group; None if some rank of the group may hold the same and is not among them."""

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from terrazzo.checkpoint.native import objects
+from terrazzo.checkpoint.native.containers import Paths
 from terrazzo.errors import CheckpointCorruptError, UnsupportedValueError
 
 Kind = TypeVar("Kind")
@@ -24,7 +25,7 @@ Kind = TypeVar("Kind")
 _MAX_DEPTH: Final = 100
 _PLAIN: Final = frozenset({type(None), bool, float, str, bytes})
 # Other values are lists that begin with one of these.
-_LIST, _TUPLE, _DICT, _SIZE, _FIELDS, _NAMED, _ENUM, _TORCH, _PATH, _VALUE = range(10)
+_LIST, _TUPLE, _DICT, _SIZE, _FIELDS, _NAMED, _ENUM, _TORCH, _PATH, _VALUE, _PATHS = range(11)
 _TORCH_NAMES: Final = {
     str(value): value for value in vars(torch).values() if isinstance(value, torch.layout | torch.memory_format)
 }
@@ -69,6 +70,8 @@ def _pack(value: Any, classes: dict[type, int], depth: int) -> Any:
         return [_SIZE, *value]
     if kind is list or kind is tuple:
         return [_LIST if kind is list else _TUPLE, *(_pack(item, classes, depth + 1) for item in value)]
+    if type(value) is Paths:
+        return [_PATHS, *(_pack(part, classes, depth + 1) for part in (dict(value), value.forms))]
     if isinstance(value, dict):
         return [_DICT, *(_pack(part, classes, depth + 1) for pair in value.items() for part in pair)]
     if isinstance(value, Enum):
@@ -102,6 +105,8 @@ def _unpack(body: Any, classes: list[type]) -> Any:
         if tag == _LIST:
             return items
         return tuple(items) if tag == _TUPLE else dict(zip(items[::2], items[1::2], strict=True))
+    if tag == _PATHS:
+        return Paths(*(_unpack(item, classes) for item in rest))
     if tag == _TORCH:
         return _TORCH_NAMES[rest[0]]
     if tag == _PATH:

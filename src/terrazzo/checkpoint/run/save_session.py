@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from terrazzo.checkpoint.native.containers import Paths, forms_of
 from terrazzo.checkpoint.native.names import for_torch
 from terrazzo.checkpoint.native.root import Path
 from terrazzo.checkpoint.native.rows import Row
@@ -239,23 +240,26 @@ def _bytes_of(results: Sequence[WriteResult]) -> int:
 
 
 def _with_paths(results: bytes, planner_data: Any) -> bytes:
-    """Encode a rank's results and the paths of its names, for the coordinator.
+    """Encode a rank's results, the paths of its names and the forms of its dicts, for the coordinator.
 
     Paths whose keys cannot be stored are left out; their names are loaded at the top of the state dict.
     """
     paths = planner_data if isinstance(planner_data, dict) else {}
     plain = {name: path for name, path in paths.items() if all(type(key) is str or type(key) is int for key in path)}
-    return msgspec.msgpack.encode((msgspec.msgpack.encode(plain), results))
+    encoded = msgspec.msgpack.encode((plain, list(forms_of(planner_data).items())))
+    return msgspec.msgpack.encode((encoded, results))
 
 
-def _all_results(parts: list[bytes], side: SaveSide) -> tuple[list[Sequence[WriteResult]], dict[str, Path] | None]:
+def _all_results(parts: list[bytes], side: SaveSide) -> tuple[list[Sequence[WriteResult]], Paths | None]:
     results: list[Sequence[WriteResult]] = []
     seen: set[bytes] = set()
-    paths: dict[str, Path] = {}
+    paths = Paths()
     for part in parts:
         encoded_paths, encoded = msgspec.msgpack.decode(part, type=tuple[bytes, bytes])
         results.append(side.decode_results(encoded))
         if encoded_paths not in seen:
             seen.add(encoded_paths)
-            paths.update(msgspec.msgpack.decode(encoded_paths, type=dict[str, Path]))
-    return results, paths or None
+            plain, forms = msgspec.msgpack.decode(encoded_paths, type=tuple[dict[str, Path], list[tuple[Path, bytes]]])
+            paths.update(plain)
+            paths.forms |= forms
+    return results, paths if paths or paths.forms else None

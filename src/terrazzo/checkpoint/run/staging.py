@@ -22,6 +22,7 @@ import torch
 
 from terrazzo._threads import Worker
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.checkpoint.native.containers import of_its_class
 from terrazzo.checkpoint.native.objects import Containers, encode
 from terrazzo.checkpoint.native.tensors import OPAQUE, OWN_MEMORY, as_bytes, same_memory
 from terrazzo.checkpoint.plan.flatten import PerRank, walking
@@ -347,10 +348,11 @@ def _walk(path: tuple[Any, ...], value: Any, leaf: Callable[[tuple[Any, ...], An
     if isinstance(value, Mapping | list | tuple):
         entered.enter()
     if isinstance(value, Mapping) and (value or not path):
-        return {
+        items = {
             key: leaf((*path, key), item) if isinstance(item, _LEAVES) else _walk((*path, key), item, leaf, entered)
             for key, item in value.items()
         }
+        return items if type(value) is dict else of_its_class(value, items)
     if isinstance(value, list):
         return [_walk((*path, index), item, leaf, entered) for index, item in enumerate(value)]
     if type(value) is tuple:

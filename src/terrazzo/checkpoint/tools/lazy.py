@@ -20,6 +20,7 @@ from terrazzo.checkpoint.formats.torch_archive import value_of
 from terrazzo.checkpoint.formats.torch_storage import usable_reader
 from terrazzo.checkpoint.listing import Listed, Listing, corner, in_order
 from terrazzo.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
+from terrazzo.checkpoint.native.containers import restored
 from terrazzo.checkpoint.native.contents import StoredPlaces
 from terrazzo.checkpoint.native.listing import about_save
 from terrazzo.checkpoint.native.tensors import empty, listed
@@ -119,7 +120,7 @@ class Checkpoint(Mapping[str, Any]):
         for name in filter(wanted, self):
             value = self[name]
             set_element(nested, paths.get(name, (name,)), value[...] if isinstance(value, LazyTensor) else value)
-        return nested
+        return restored(nested, paths)
 
     def digests(self) -> dict[str, bytes]:
         """A digest of each value, if it is known without reading the value.

@@ -25,6 +25,7 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.chunks import Overlap, complete_parts
+from terrazzo.checkpoint.native.containers import Paths, forms_of
 from terrazzo.checkpoint.native.merging import refuse_gaps
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.root import RAW, TENSOR, TYPED
@@ -263,11 +264,12 @@ def deduplicated(plans: Sequence[SavePlan], *, lowest_rank: bool) -> list[SavePl
 def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:
     """The metadata of the checkpoint that these plans write."""
     entries = merged_entries([(item.index.fqn, item.tensor_data) for item in plan.items] for plan in plans)
-    paths: dict[str, Any] = {}  # a subclass that adds other planner data must merge them itself
+    paths = Paths()  # a subclass that adds other planner data must merge them itself
     for plan in plans:
         if isinstance(plan.planner_data, dict):
             paths |= plan.planner_data
-    return Metadata(entries, planner_data=paths or None)
+            paths.forms |= forms_of(plan.planner_data)
+    return Metadata(entries, planner_data=paths if paths or paths.forms else None)
 
 
 def merged_entries(parts: Iterable[Iterable[tuple[str, TensorWriteData | None]]]) -> dict[str, STORAGE_TYPES]:

@@ -251,7 +251,6 @@ _TAKEN_APART: Final = frozenset(
         "frozen_param_fragments",
         "lr_scheduler",
         "checkpoint_parallel_dimensions",
-        "universal_checkpoint_info",
     }
 )
 
