@@ -158,8 +158,9 @@ def _run_planned(
         return None
     if call.operands[0].layout.coord is None:
         route = route_outside_mesh(call, plan)
-        return route(call.func, args, loc, kw, dict(kwargs)), route
-    result, route = first_run(call.name, spec, plan, call.func, args, loc, kw, dict(kwargs))
+        result = route(call.func, args, loc, kw, dict(kwargs))
+    else:
+        result, route = first_run(call.name, spec, plan, call.func, args, loc, kw, dict(kwargs))
     terms = passing_terms(spec, plan)
     if terms:
         route = checking_terms(route, terms)
