@@ -22,13 +22,27 @@ from terrazzo.tensor import DTensor, Partial, Placement, Replicate, Shard, distr
 from terrazzo.tensor.copied_view import CopiedView
 
 Step = Callable[[Tensor], Tensor]
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def a_conversion(choose: random.Random, ndim: int) -> Step:
+    """To a memory format, by one of the functions that return their argument if it is in that format already."""
+    name = choose.choice(["contiguous", "to", "float", "cpu", "clone"])
+    memory_format = choose.choice([FORMATS[ndim], FORMATS[ndim], torch.contiguous_format])
+    return lambda t: getattr(t, name)(memory_format=memory_format)
 
 
 def a_step(choose: random.Random, x: Tensor) -> Step | None:
     """Some view or copy of `x`; None where the kind that was drawn does not fit."""
     dims = range(x.dim())
     d = choose.choice(dims) if dims else 0
-    kind = choose.randrange(12)
+    kind = choose.randrange(14 if x.dim() in FORMATS else 12)
+    if kind >= 12:
+        memory_format = choose.choice([FORMATS[x.dim()], torch.contiguous_format])
+        convert = choose.choice(
+            [Tensor.contiguous, Tensor.to, Tensor.clone, Tensor.float, Tensor.cpu, torch.zeros_like]
+        )
+        return lambda t: convert(t, memory_format=memory_format)  # type: ignore[call-overload]
     if kind == 0:
         return lambda t: t.unsqueeze(d)
     if kind == 1:
@@ -67,7 +81,8 @@ def a_step(choose: random.Random, x: Tensor) -> Step | None:
 def says(x: Any) -> list[Any]:
     """What is compared: whether it is contiguous, and strides in memory order, but of dims of size 1."""
     steps = [(n, step) for n, step in zip(x.shape, x.stride(), strict=True) if n != 1]
-    return [x.is_contiguous(), tuple(x.shape), [sum(s > step for _, s in steps) for _, step in steps]]
+    formats = [x.is_contiguous(memory_format=f) for n, f in FORMATS.items() if n == x.dim()]
+    return [x.is_contiguous(), formats, tuple(x.shape), [sum(s > step for _, s in steps) for _, step in steps]]
 
 
 def run_chain(choose: random.Random, mesh: DeviceMesh) -> tuple[str, list[Any], bool | str]:
@@ -96,11 +111,15 @@ def run_chain(choose: random.Random, mesh: DeviceMesh) -> tuple[str, list[Any], 
         text += f" {step.__code__.co_names} {[cell.cell_contents for cell in step.__closure__ or ()]}"
         if not isinstance(x, CopiedView) and says(x) != says(y):
             differs.append((text, says(x), says(y)))
+    through: Step = lambda t: t.reshape(-1)  # noqa: E731
+    if y.dim() in FORMATS and choose.random() < 0.7:
+        through = a_conversion(choose, y.dim())
+        text += f" written through {[cell.cell_contents for cell in through.__closure__ or ()]}"
     try:
-        x.reshape(-1).add_(1)
+        through(x).add_(1)
     except DTensorError:
         return text, differs, "refused"
-    y.reshape(-1).add_(1)
+    through(y).add_(1)
     return text, differs, torch.equal(ours.full_tensor(), theirs)
 
 

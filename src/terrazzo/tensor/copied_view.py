@@ -211,6 +211,15 @@ def mark_alias(result: Any, view: CopiedView, name: str = "") -> None:
             _become(t, CopySource(view, t, None) if copies else origin)
 
 
+def perhaps_another(view: DTensor) -> DTensor:
+    """`view`; if it is a copied view that one device might have to copy, a copied view that refuses to be written."""
+    if type(view) is not CopiedView or not view._pending.has_gaps():
+        return view
+    result = wrap(view._local, view._layout)
+    _become(result, CopySource(view, result, None))
+    return result
+
+
 def _become(view: DTensor, origin: CopySource) -> None:
     object.__setattr__(view, "__class__", CopiedView)
     view._pending = origin

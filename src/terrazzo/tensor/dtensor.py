@@ -46,7 +46,7 @@ from terrazzo.tensor.dispatch.keys import (
     routes,
 )
 from terrazzo.tensor.links import links
-from terrazzo.tensor.strides import global_stride, is_contiguous, keeping_strides
+from terrazzo.tensor.strides import global_stride, is_contiguous, keeping_strides, without_data
 
 BRINGS = "_brings_gradient"  # called with the local tensor, to set a gradient that is elsewhere, when it is asked for
 WRITTEN = "_on_write"
@@ -361,7 +361,7 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
     def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
         if memory_format is torch.contiguous_format:
             return is_contiguous(self._local, self._layout.shape)
-        return self._local.is_contiguous(memory_format=memory_format)
+        return without_data(self._local, self._layout.shape).is_contiguous(memory_format=memory_format)
 
     def __len__(self) -> int:
         if not self._layout.shape:

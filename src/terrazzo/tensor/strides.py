@@ -22,6 +22,9 @@ _STRIDES = "_global_strides"
 
 Known = tuple[tuple[int, ...], tuple[int, ...]]
 
+_CHANNELS_LAST = {4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
+"""By the number of dims: their order in memory in the formats `channels_last` and `channels_last_3d`."""
+
 
 def note_strides(local: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
     """`local`, of which it is known from now on that the global tensor of this shape has these strides."""
@@ -68,10 +71,16 @@ def strides_in_memory(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, .
     if _lacks_strides(local) or local.dim() != len(shape):  # the latter on a rank outside the mesh
         return dense_strides(shape, range(len(shape)))
     strides, sizes, given = [0] * len(shape), local.shape, local.stride()
+    channels_last = _CHANNELS_LAST.get(len(shape))
+    if channels_last and given == dense_strides(sizes, channels_last) and not local.is_contiguous():
+        return dense_strides(shape, channels_last)  # as C++ gives them to a new tensor, also along dims of one row
     step, expected, says_contiguous = 1, {1}, local.is_contiguous()
     # Of two dims with the same stride the inner one has a single row on this rank.
     for d in sorted(range(len(shape)), key=lambda d: (given[d], sizes[d], -d)):
-        if given[d] == 0 or shape[d] == 1:
+        if given[d] == 0:
+            continue
+        if shape[d] == 1:
+            strides[d] = step
             continue
         # In a slice of a tensor the rows are apart: here by twice what they need.
         strides[d] = step if given[d] in expected else 2 * step
@@ -129,6 +138,11 @@ def is_contiguous(local: torch.Tensor, shape: Sequence[int]) -> bool:
     strides = strides_in_memory(local, shape)
     dims = [d for d, n in enumerate(shape) if n != 1]
     return not dims or (strides[dims[-1]] == 1 and _follow(strides, shape, dims))
+
+
+def without_data(local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A meta tensor like the global one: it answers what depends on shape and strides alone, alike on every rank."""
+    return torch.empty_strided(tuple(shape), strides_in_memory(local, shape), dtype=local.dtype, device="meta")
 
 
 def in_order(local: torch.Tensor, shape: Sequence[int], order: Sequence[int]) -> torch.Tensor:

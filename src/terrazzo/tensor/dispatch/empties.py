@@ -111,9 +111,9 @@ def noting_strides(
     paths = [o.path for o in operands]
     to_note: dict[tuple[Any, ...], list[Known | None] | None] = {}
 
-    def say_it(key: tuple[Any, ...], given: list[torch.Tensor]) -> bool:
+    def say_it(key: tuple[Any, ...], given: list[torch.Tensor], kw: dict[str, Any]) -> bool:
         """New results of contiguous tensors are contiguous, and C++'s strides say so if those of the tensors do."""
-        if is_view or any(noted for noted, _ in key):
+        if is_view or any(noted for noted, _ in key) or "memory_format" in kw:
             return False
         return all(is_contiguous(t, o.dst.shape) for t, o in zip(given, operands, strict=True))
 
@@ -124,7 +124,11 @@ def noting_strides(
         try:
             noted = to_note[key]
         except KeyError:
-            strides = None if say_it(key, given) else _global_strides(name, func, loc, kw, operands, outs)
+            strides = None if say_it(key, given, kw) else _global_strides(name, func, loc, kw, operands, outs)
+            made: list[torch.Tensor] = []
+            map_tensors(result, made.append)
+            if strides is not None and not all(map(_fit, made, strides)):
+                strides = None
             noted = to_note[key] = None if strides is None else _known(outs, strides)
         if noted is None:
             return result
@@ -139,6 +143,15 @@ def noting_strides(
         return note(result) if isinstance(result, torch.Tensor) else map_tensors(result, note)
 
     return run
+
+
+def _fit(local: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether the dims along which the rank holds several rows are in the same order in both.
+
+    Some functions give meta tensors other strides than real ones.
+    """
+    dims = [d for d, n in enumerate(local.shape) if n > 1] if local.numel() else []
+    return sorted(dims, key=local.stride().__getitem__) == sorted(dims, key=strides.__getitem__)
 
 
 def _known(outs: Sequence[Layout], strides: Strides) -> list[Known | None]:
@@ -169,8 +182,7 @@ def _global_strides(
         return None
     if [tuple(t.shape) for t in found] != [tuple(out.shape) for out in outs]:
         return None
-    # Along a dim of size 1 any stride is right.
-    return tuple(tuple(s if n != 1 else 0 for s, n in zip(t.stride(), t.shape, strict=True)) for t in found)
+    return tuple(t.stride() for t in found)
 
 
 def _meta(t: torch.Tensor, shape: Any = None, strides: Any = None) -> torch.Tensor:

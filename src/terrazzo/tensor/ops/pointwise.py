@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from terrazzo.tensor.copied_view import perhaps_another
 from terrazzo.tensor.dispatch.shapes import broadcast_shapes, dims_within
-from terrazzo.tensor.dispatch.spec import Call, Dims, Operand, Spec, Static, within
+from terrazzo.tensor.dispatch.spec import Call, Dims, LocalFunction, Operand, Spec, Static, within
 from terrazzo.tensor.ops.table import decomposition, elementwise, rule
+from terrazzo.tensor.strides import is_thin, note_strides, without_data
 
 # Linear in the first operand, for any static arguments.
 _LINEAR_UNARY = frozenset(
@@ -90,21 +92,40 @@ def _linear_groups(call: Call) -> Sequence[tuple[int, ...]]:
     return []
 
 
-@rule("clone", "alias", "lift_fresh", "detach", "_conj_copy", "requires_grad", "cpu", "cuda", "pin_memory")
-@rule("half", "float", "double", "bfloat16", "cfloat", "cdouble", "chalf", "_to_copy")
-@rule("long", "int", "short", "char", "byte", "bool")
+@rule("clone", "alias", "lift_fresh", "detach", "_conj_copy", "requires_grad", "pin_memory", "_to_copy")
 def same_elements(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
-    """Also conversions: `dispatch.terms` reduces the terms that a dtype cannot hold."""
     return within(input, linear=[(0,)], moves_only=True)
 
 
-@rule("to", "type_as")
-def to(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
-    """The other tensor, if there is one, gives only dtype and device, so it is not redistributed."""
+@rule("to", "type_as", "cpu", "cuda", "half", "float", "double", "bfloat16", "cfloat", "cdouble", "chalf")
+@rule("long", "int", "short", "char", "byte", "bool")
+def converted(call: Call, input: Operand, *args: Any, **kwargs: Any) -> Spec:
+    """The other tensor, if there is one, gives only dtype and device, so it is not redistributed.
+
+    Terms that the dtype cannot hold are reduced before (`dispatch.terms`).
+    """
     dims = tuple(range(input.ndim))
     ins: list[Dims] = [dims, *[(None,) * o.ndim for o in call.operands[1:]]]
     unread = frozenset(range(1, len(ins)))
-    return Spec(ins, [dims], [input.shape], linear=[(0,)], moves_only=True, unread=unread)
+    in_format = kwargs.get("memory_format") not in (None, torch.preserve_format)
+    localize = (lambda chosen: _in_format(chosen.ins[0].shape)) if in_format else None
+    return Spec(ins, [dims], [input.shape], linear=[(0,)], moves_only=True, unread=unread, localize=localize)
+
+
+def _in_format(shape: Sequence[int]) -> LocalFunction:
+    """A conversion that copies a tensor which is not in the memory format, as the global strides say."""
+
+    def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
+        given: torch.Tensor = loc[0]
+        whole = without_data(given, shape)
+        wanted = whole.to(memory_format=kw["memory_format"])
+        if wanted is whole:
+            return func(*loc, **{name: value for name, value in kw.items() if name != "memory_format"})
+        made: torch.Tensor = func(*loc, **kw)
+        made = made.clone(memory_format=kw["memory_format"]) if made is given else made
+        return note_strides(made, shape, wanted.stride()) if is_thin(given.shape, shape) else made
+
+    return run
 
 
 @rule("copy")
@@ -148,4 +169,6 @@ def prelu(input: Any, weight: Any) -> Any:
 @decomposition("contiguous")
 def contiguous(input: Any, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
     """Whether a copy is needed is decided from the global tensor, alike on every rank."""
-    return input if input.is_contiguous(memory_format=memory_format) else input.clone(memory_format=memory_format)
+    if input.is_contiguous(memory_format=memory_format):
+        return perhaps_another(input)
+    return input.clone(memory_format=memory_format)

@@ -69,7 +69,7 @@ def reshape_spec(call: Call, input: Operand, shape: tuple[int, ...]) -> Spec:
     def localize(chosen: Chosen) -> LocalFunction:
         layout, new_shape = chosen.ins[0], tuple(chosen.outs[0].local_shape)
         if layout is not input.layout:  # it was redistributed, so it is a copy and may have any strides
-            return OneArgument(torch.Tensor.reshape, new_shape)
+            return lambda func, loc, kw: _reshaped_copy(loc[0], layout.shape, shape, new_shape)
         if is_thin(layout.local_shape, layout.shape):
             return _thin_reshape(layout.shape, shape, new_shape, copies is not None)
         return OneArgument(torch.Tensor.view, new_shape, copies)
@@ -78,6 +78,13 @@ def reshape_spec(call: Call, input: Operand, shape: tuple[int, ...]) -> Spec:
     return Spec(
         [ins], [tuple(out)], [shape], even=even, linear=[(0,)], moves_only=True, localize=localize, is_view=True
     )
+
+
+def _reshaped_copy(
+    local: torch.Tensor, shape: Sequence[int], new_shape: Sequence[int], new_local: Sequence[int]
+) -> torch.Tensor:
+    made = local.reshape(new_local)
+    return made if has_view(local, shape, new_shape) else made.contiguous()  # as a copy is on one device
 
 
 def _thin_reshape(
@@ -95,7 +102,7 @@ def _thin_reshape(
             return local.view(new_local)
         if not copies:
             raise no_view(shape, new_shape)
-        return local.reshape(new_local).clone()
+        return local.reshape(new_local).clone(memory_format=torch.contiguous_format)
 
     return run
 
