@@ -17,10 +17,12 @@ import torch
 
 from terrazzo.checkpoint import CheckpointManager, DefaultSavePlanner, FileSystemWriter, load, save
 from terrazzo.checkpoint.formats import DCPWriter, HuggingFaceWriter
-from terrazzo.checkpoint.native.commit import ended, sweep
+from terrazzo.checkpoint.native.commit import Commit, ended, sweep
+from terrazzo.checkpoint.native.format import MANIFEST, lease_name
 from terrazzo.checkpoint.native.storage import NativeWriter
-from terrazzo.checkpoint.stores import LocalStore, local
+from terrazzo.checkpoint.stores import Absent, LocalStore, MemoryStore, Version, local
 from terrazzo.checkpoint.stores.fsspec_store import FsspecStore
+from terrazzo.errors import ConflictError
 
 
 def leases(folder: Path) -> list[str]:
@@ -250,3 +252,32 @@ def test_who_is_interrupted_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.Mo
     with other.locked("root"):
         pass
     assert other.lease_ended("save.lease", 0.0)
+
+
+class Swept(MemoryStore):
+    """Another save removes the lease just before it is renewed."""
+
+    def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
+        if only_if is not None and key.endswith(".lease"):
+            self.delete([key])
+        return super().put(key, data, only_if=only_if)
+
+
+def test_a_lease_that_was_removed_stays_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terrazzo.checkpoint.native.commit.RENEW_SECONDS", 0.0)
+    for store in (MemoryStore(), Swept()):
+        commit = Commit(store, MANIFEST)
+        commit.hold("0123456789ab")
+        before = store.list()
+        commit.renew()
+        if isinstance(store, Swept):
+            assert commit.lost and store.list() == []
+            store.put(lease_name("0123456789ab"), b"")  # whoever else does that
+        else:
+            (after,) = store.list()
+            assert not commit.lost and after.modified > before[0].modified
+            store.delete([lease_name("0123456789ab")])
+        commit.renew()
+        assert commit.lost and not commit.is_held()
+        with pytest.raises(ConflictError, match="taken this one for dead"):
+            commit.check_alive([], store.list())

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, FileSystemWriter, async_save, load, save, verify
 from terrazzo.checkpoint.native.commit import remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.native.storage import NativeWriter
 from terrazzo.checkpoint.native.verify import verify_store
 from terrazzo.checkpoint.stores import Absent, LocalStore, MemoryStore, Request, Version
 from terrazzo.errors import CheckpointError, CheckpointNotFoundError, CheckpointValueError
@@ -62,6 +64,29 @@ def test_a_run_that_changes_little_writes_little(tmp_path: Path, compression: bo
     shutil.rmtree(tmp_path / "2")
     check(tmp_path / "1", 1)
     check(tmp_path / "3", 3)
+
+
+class Synced:
+    """Keeps which files were made durable."""
+
+    def __init__(self) -> None:
+        self.files: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+        self.files.add(os.fstat(fd).st_ino)
+
+
+def test_what_the_base_did_not_make_durable_is_made_so(tmp_path: Path) -> None:
+    base, system = tmp_path / "base", Synced()
+    save(state(1), storage_writer=FileSystemWriter(base, sync_files=False), no_dist=True)
+    store = LocalStore(tmp_path / "next", system)
+    save(state(1), storage_writer=NativeWriter(store), no_dist=True, base=base)
+    shared = inodes(base) & inodes(tmp_path / "next")
+    assert shared and shared <= system.files
 
 
 def test_on_the_base_of_what_is_being_replaced(tmp_path: Path) -> None:

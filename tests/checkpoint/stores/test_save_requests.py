@@ -43,6 +43,12 @@ class Counted(MemoryStore):
         self._request("list", prefix)
         return super().list(prefix)
 
+    def stat(self, key: str) -> Entry:
+        self._request("stat", key)
+        for entry in super().list(key):
+            return entry
+        raise FileNotFoundError(key)
+
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._request("delete", key)
@@ -80,7 +86,7 @@ def test_async_save_makes_no_request_before_it_returns() -> None:
         store.threads.clear()
 
 
-FIRST = ["get root", "list", "put lease", "put data", "list", "put root", "delete lease"]
+FIRST = ["get root", "list", "put lease", "put data", "list", "put root", "stat lease", "delete lease"]
 AGAIN = [*FIRST[:-1], "get root", "delete data", "delete lease"]
 
 
@@ -121,7 +127,9 @@ def test_what_a_killed_save_left_is_removed() -> None:
     assert len(store.list()) == 4  # the root and its file, the file and the lease of the killed save
     store.seen()
     save(state_of(3.0), storage_writer=NativeWriter(store), no_dist=True)
-    assert store.seen()[:6] == ["get root", "list", "get root", "delete lease", "delete data", "put lease"]
+    # The fence, then the lease, and a last look before its files.
+    fence = ["put root", "delete lease", "get root"]
+    assert store.seen()[:8] == ["get root", "list", "get root", *fence, "delete lease", "delete data"]
     assert values_in(store) == {3.0} and len(store.list()) == 2
 
 

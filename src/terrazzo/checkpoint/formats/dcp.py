@@ -38,7 +38,7 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.chunks import complete_parts
-from terrazzo.checkpoint.native.commit import Commit, by_save, check_written, remove_ended
+from terrazzo.checkpoint.native.commit import Commit, by_save
 from terrazzo.checkpoint.native.contents import StorageInfo
 from terrazzo.checkpoint.native.format import SEAL, lease_name, save_of
 from terrazzo.checkpoint.native.objects import ObjectBytes
@@ -49,7 +49,7 @@ from terrazzo.checkpoint.native.tensors import dtype_name
 from terrazzo.checkpoint.native.verify import Damage
 from terrazzo.checkpoint.planner import TensorWriteData
 from terrazzo.checkpoint.storage import StorageReader, WriteResult
-from terrazzo.checkpoint.stores import Place, Store, Upload
+from terrazzo.checkpoint.stores import Entry, Place, Store, Upload
 from terrazzo.checkpoint.torch_api.items import item_of, merged_entries
 from terrazzo.checkpoint.torch_api.storages import RowWriter
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
@@ -245,7 +245,7 @@ class DCPWriter(InFolder, RowWriter):
         self._commit = Commit(self.store, self._root)
         data = self._commit.begin(overwrite=self.overwrite)
         self._replaced = set() if data is None else {SEAL, *(_files_of(data, str(self.path)) or ())}
-        _remove_leftovers(self.store)
+        self._remove_leftovers(self.store.list())
         self.save_id = uuid.uuid4().hex[:12]
         self._commit.hold(self.save_id)
 
@@ -308,9 +308,33 @@ class DCPWriter(InFolder, RowWriter):
 
     def _put(self, metadata: Metadata) -> None:
         """Commit the checkpoint of these metadata."""
-        check_written(self.store, files_named(metadata))
+        listed = self.store.list()
+        self._commit.check_alive(files_named(metadata), listed)
         check_is_found(Place(self.store), "dcp")  # once more: a save in another format may have committed
         self._commit.put(dcp_metadata.encode(metadata))
+        self._commit.check_committed()
+        self._remove_leftovers(listed, files_named(metadata) | self._replaced)
+
+    def _remove_leftovers(self, listed: Sequence[Entry], named: Collection[str] = ()) -> None:
+        """Remove the files of saves that ended without a commit; not those of saves in other formats."""
+        ours = {
+            save_id: entries
+            for save_id, entries in by_save(listed, lambda name: save_of_file(name) or save_of(name)).items()
+            if all(entry.key == lease_name(save_id) or _NAME.fullmatch(entry.key) for entry in entries)
+        }
+
+        def used(data: bytes | bytearray | None) -> set[str] | None:
+            needed: set[str] = set()
+            for name in {self._root, *_roots([entry.key for entry in self.store.list()])}:
+                with suppress(FileNotFoundError):
+                    found = data if name == self._root else self.store.get(name)[0]
+                    files = set() if found is None else _files_of(found, self.store.location)
+                    if files is None:
+                        return None
+                    needed |= files
+            return needed
+
+        self._commit.sweep(listed, ours, used, named=named)
 
     def abandon(self) -> None:
         self._remove_own()
@@ -363,24 +387,3 @@ def _files_of(data: bytes | bytearray, where: str) -> set[str] | None:
 def files_named(metadata: Metadata) -> set[str]:
     """The data files of the checkpoint of these metadata."""
     return {location.relative_path for location in metadata.storage_data.values()}
-
-
-def _remove_leftovers(store: Store) -> None:
-    """Remove the files of saves that ended without a commit; not those of saves in other formats."""
-    ours = {
-        save_id: entries
-        for save_id, entries in by_save(store.list(), lambda name: save_of_file(name) or save_of(name)).items()
-        if all(entry.key == lease_name(save_id) or _NAME.fullmatch(entry.key) for entry in entries)
-    }
-
-    def used() -> set[str] | None:
-        needed: set[str] = set()
-        for name in _roots([entry.key for entry in store.list()]):
-            with suppress(FileNotFoundError):
-                files = _files_of(store.get(name)[0], store.location)
-                if files is None:
-                    return None
-                needed |= files
-        return needed
-
-    remove_ended(store, ours, used)

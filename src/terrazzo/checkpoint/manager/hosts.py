@@ -320,6 +320,9 @@ class HostsStore(Store):
     def renew_lease(self, key: str) -> None:
         self.own.renew_lease(key)
 
+    def leases_expire(self) -> bool:
+        return self.own.leases_expire()
+
     def lease_ended(self, key: str, last_sign: float) -> bool:
         return all(host.lease_ended(key, last_sign) for host in self.all if host.exists(key))
 

@@ -164,7 +164,7 @@ def copy_checkpoint(source: HostsStore, target: Store) -> None:
     target.prepare()
     commit = Commit(target, MANIFEST)
     commit.begin()
-    remove_leftovers(target)
+    remove_leftovers(target, commit=commit)
     commit.hold(manifest.head.save_id)
     try:
         holders, left = source.holders(files), list(files)
@@ -188,9 +188,10 @@ def copy_checkpoint(source: HostsStore, target: Store) -> None:
         if missing:
             raise CheckpointIOError(f"{target.location}: {missing[0]} was copied, but is missing or has another size")
         commit.put(memoryview(data))
+        commit.check_committed()
     finally:
         commit.release()
-    remove_leftovers(target)
+    remove_leftovers(target, commit=commit)
 
 
 def _send(host: LocalStore | PeerStore, target: Store, keys: list[str]) -> Sequence[str]:

@@ -8,6 +8,12 @@ Several jobs may save to one place, and one of them may have been suspended for 
 
 The order matters: first the files are listed, then the leases are read, then the manifest. A save that commits in
 between still has its lease, or its manifest is read.
+
+Where leases end by their age, a save may go on after its lease has ended, and commit while its files are removed. So
+before these are removed, the manifest is replaced by one that says the same (a fence), and the late commit fails,
+because it replaces another version. And the leases are removed first, before it is looked once more which manifest is
+there; and a save looks for its lease after its commit. So also where there is no manifest to replace, or a store does
+not replace atomically, one sees the other: the files stay, or the save raises an error and takes its manifest back.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from contextlib import suppress
 from typing import Any
 
 from terrazzo.checkpoint.native.format import MANIFEST, lease_name, save_of
-from terrazzo.checkpoint.native.root import Root
+from terrazzo.checkpoint.native.root import Root, fenced_root
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores.base import (
     ABSENT,
@@ -74,6 +80,7 @@ class Commit:
         self._root = root
         self.replacing: Absent | Version = ABSENT  # the root's version when the save began, or as it was put last
         self.lost = False  # whether another save has taken this one for dead
+        self._before: bytes | bytearray | None = None  # the root's bytes when the save began
         self._is_put: bool | None = False  # None: a put has raised, and may have taken effect
         self._lease: Lease | None = None
         self._save_id = ""
@@ -84,11 +91,12 @@ class Commit:
 
     def begin(self, *, overwrite: bool = True, most: int = LARGEST) -> bytes | bytearray | None:
         """The root that is there, or None. From now on, another save that commits makes `put` fail."""
-        self.replacing, self._is_put = ABSENT, False
+        self.replacing, self._before, self._is_put = ABSENT, None, False
         try:
             data, self.replacing = self._store.get(self._root, most)
         except FileNotFoundError:
             return None
+        self._before = data
         if not overwrite:
             raise CheckpointExistsError(
                 f"{self._store.location} holds a checkpoint; save elsewhere, or with overwrite=True"
@@ -109,14 +117,53 @@ class Commit:
         now = time.monotonic()
         if self._lease is not None and now - self._renewed >= RENEW_SECONDS:
             self._renewed = now
-            with suppress(OSError):  # `is_held` is asked before the commit
-                if self.is_held():
+            try:
+                if not self.lost:
                     self._store.renew_lease(lease_name(self._save_id))
+            except (FileNotFoundError, ConflictError):  # another save has removed it
+                self.lost = True
+            except OSError:  # `is_held` is asked before the commit
+                pass
 
     def is_held(self) -> bool:
         """Whether the lease is there: no other save has taken this one for dead."""
         self.lost = self.lost or not self._store.exists(lease_name(self._save_id))
         return not self.lost
+
+    def check_alive(self, names: Iterable[str], listed: Sequence[Entry]) -> None:
+        """Raise unless the lease and these data files of this save are among those listed.
+
+        The lease is gone if another save has taken this one for dead. Files alone are gone if ranks wrote to folders
+        that only have the same path, or another program has removed them.
+        """
+        present = {entry.key for entry in listed}
+        if self._save_id and (self.lost or lease_name(self._save_id) not in present):
+            raise self._taken_for_dead()
+        check_written(self._store, names, listed)
+
+    def check_committed(self) -> None:
+        """After `put`: take the root back and raise if another save has taken this one for dead meanwhile."""
+        if self._save_id and self._store.leases_expire() and not self.is_held():
+            self._take_back()
+            raise self._taken_for_dead()
+
+    def _taken_for_dead(self) -> ConflictError:
+        self.lost = True
+        return ConflictError(
+            f"{self._store.location}: another save has taken this one for dead, because its lease had expired, and "
+            f"removed {lease_name(self._save_id)} and maybe more, so this checkpoint does not count. Let only one job "
+            "save there, or save again"
+        )
+
+    def _take_back(self) -> None:
+        """Put the root that was there, or none, unless another save has committed since."""
+        with suppress(ConflictError):
+            if self._before is not None:
+                self._store.put(self._root, memoryview(self._before), only_if=self.replacing)
+            else:
+                self._store.put(self._root, b"", only_if=self.replacing)  # a commit to its place would now fail
+                self._store.delete([self._root])
+            self._is_put = False
 
     def release(self) -> None:
         """Release the lease, after the save succeeded or failed; does nothing if none is held."""
@@ -151,6 +198,83 @@ class Commit:
         self.replacing, self._is_put = version, True
         return True
 
+    def sweep(
+        self,
+        listed: Sequence[Entry],
+        saves: Mapping[str, Sequence[Entry]],
+        used: Callable[[bytes | bytearray | None], Collection[str] | None],
+        fenced: Callable[[bytes | bytearray], bytes] | None = None,
+        *,
+        named: Collection[str] = (),
+        others: Sequence[str] = (),
+    ) -> list[str]:
+        """Remove the files of those saves that have ended, and `others`; returns their names.
+
+        The root is read last, and only if there are files to remove that are not `named`.
+
+        Args:
+            listed: The store's files, listed before.
+            saves: Those that belong to saves of this format, by the save's id.
+            used: Which files are needed if this is the root, or there is none; None: that cannot be said, so nothing is
+                removed.
+            fenced: Another root that says the same; None: there can be none, so while there is a root, the files of
+                saves whose lease has expired stay until this save has committed.
+            named: Files that are known to be needed.
+            others: Files of no save.
+        """
+        store = self._store
+        gone = ended_saves(store, listed, saves)
+        known = {*named, *others}
+        stale = [entry.key for entries in gone.values() for entry in entries if entry.key not in known]
+        if not stale and not others:
+            return []
+        data, version = self._read()
+        needed = used(data)
+        if needed is None:
+            return []
+        needed = set(needed)
+        if store.leases_expire():  # of a save that has just committed, which has not looked for its lease yet
+            needed |= {lease_name(each) for each in gone if any(each in name for name in needed)}
+        stale = [key for key in stale if key not in needed]
+        leases = [key for key in map(lease_name, gone) if key in stale]
+        if stale and store.leases_expire() and (leases or self._is_put is False):
+            needed = self._fence(data, version, leases, used, fenced)
+            stale = [] if needed is None else [key for key in stale if key not in set(needed)]
+        stale = [*others, *stale]
+        return stale if stale and sweep(store, stale) else []
+
+    def _fence(
+        self,
+        data: bytes | bytearray | None,
+        version: Absent | Version,
+        leases: Sequence[str],
+        used: Callable[[bytes | bytearray | None], Collection[str] | None],
+        fenced: Callable[[bytes | bytearray], bytes] | None,
+    ) -> Collection[str] | None:
+        """Remove these leases, which have expired. What is needed now, if no save that had one of them can commit from
+        now on and not notice that; else None."""
+        if data is not None and self._is_put is False:  # else this save's commit was the fence
+            if fenced is None:
+                return None
+            fence = fenced(data)
+            try:
+                new = self._store.put(self._root, fence, only_if=version)
+            except ConflictError:  # it has just committed, or another save has
+                return None
+            if self.replacing == version:
+                self.replacing, self._before = new, fence
+            version = new
+        if not sweep(self._store, leases):
+            return None
+        data, now = self._read()
+        return used(data) if now == version else None
+
+    def _read(self) -> tuple[bytes | bytearray | None, Absent | Version]:
+        try:
+            return self._store.get(self._root)
+        except FileNotFoundError:
+            return None, ABSENT
+
     def _present(self) -> tuple[Absent | Version | None, bytes | bytearray]:
         """The version and the bytes of the root that is there now; None if it cannot be read."""
         try:
@@ -174,23 +298,31 @@ def check_written(store: Store, names: Iterable[str], entries: Sequence[Entry] |
             )
 
 
-def remove_leftovers(store: Store, named: Collection[str] = (), listed: Sequence[Entry] | None = None) -> list[str]:
+def remove_leftovers(
+    store: Store,
+    named: Collection[str] = (),
+    listed: Sequence[Entry] | None = None,
+    commit: Commit | None = None,
+) -> list[str]:
     """Remove unused files and return their names; removes nothing if the present manifest cannot be read.
 
-    `named` are files that a committed manifest named. `listed` is an earlier list of the store's files.
+    `named` are files that a committed manifest named. `listed` is an earlier list of the store's files. `commit` is
+    that of the caller's own save.
     """
     entries = store.list() if listed is None else listed
     temporary = ended(store, temporary_of(entries, [MANIFEST]))
 
-    def used() -> Collection[str] | None:
+    def used(data: bytes | bytearray | None) -> Collection[str] | None:
         try:
-            return read_manifest(store).files
-        except FileNotFoundError:
-            return ()
+            return () if data is None else Root(data, store.location).files
         except (CheckpointCorruptError, CheckpointFormatError):
             return None
 
-    return remove_ended(store, by_save(entries, save_of), used, named=named, others=temporary)
+    def fenced(data: bytes | bytearray) -> bytes:
+        return fenced_root(Root(data, store.location))
+
+    commit = commit or Commit(store, MANIFEST)
+    return commit.sweep(entries, by_save(entries, save_of), used, fenced, named=named, others=temporary)
 
 
 def by_save(entries: Iterable[Entry], save_of: Callable[[str], str | None]) -> dict[str, list[Entry]]:
@@ -203,38 +335,18 @@ def by_save(entries: Iterable[Entry], save_of: Callable[[str], str | None]) -> d
     return found
 
 
-def remove_ended(
-    store: Store,
-    saves: Mapping[str, Sequence[Entry]],
-    used: Callable[[], Collection[str] | None] = lambda: (),
-    *,
-    named: Collection[str] = (),
-    others: Sequence[str] = (),
-) -> list[str]:
-    """Remove the files of those saves that have ended, and `others`; returns their names.
+def ended_saves(
+    store: Store, listed: Sequence[Entry], saves: Mapping[str, Sequence[Entry]]
+) -> dict[str, Sequence[Entry]]:
+    """Those of the saves that have ended: their lease is gone, or no process holds it."""
+    present = {entry.key for entry in listed}
 
-    The files were listed before. `used`, which reads which files the committed checkpoint needs (None: that cannot be
-    said, so nothing is removed), is called last, and only if there are files to remove that are not `named`.
-    """
-    gone = [entries for save_id, entries in saves.items() if _has_ended(store, save_id, entries)]
-    known = set(named)
-    stale = [*others, *(entry.key for entries in gone for entry in entries if entry.key not in known)]
-    if not stale:
-        return []
-    needed = used()
-    if needed is None:
-        return []
-    needed = set(needed)
-    stale = [key for key in stale if key not in needed]
-    return stale if sweep(store, stale) else []
+    def has_ended(save_id: str) -> bool:
+        lease = lease_name(save_id)
+        # Files of every format bear the save's id.
+        return lease not in present or store.lease_ended(lease, max(e.modified for e in listed if save_id in e.key))
 
-
-def _has_ended(store: Store, save_id: str, entries: Sequence[Entry]) -> bool:
-    """Whether the save that wrote these files has ended: its lease is gone, or no process holds it."""
-    lease = lease_name(save_id)
-    if all(entry.key != lease for entry in entries):
-        return True
-    return store.lease_ended(lease, max(entry.modified for entry in entries))
+    return {save_id: entries for save_id, entries in saves.items() if has_ended(save_id)}
 
 
 def temporary_of(entries: Iterable[Entry], names: Iterable[str]) -> list[Entry]:

@@ -8,6 +8,7 @@ with ranks times tensors. `docs/format.md` specifies every field.
 from __future__ import annotations
 
 import struct
+import uuid
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
@@ -105,6 +106,18 @@ def encode_root(head: RootHead) -> bytes:
     size = _PREAMBLE.size + len(packed)
     preamble = _PREAMBLE.pack(MAGIC, VERSION, 0, len(packed), size, checksum(packed), 0, 0, 0)[:-8]
     return b"".join([preamble, checksum(preamble).to_bytes(8, "little"), packed])
+
+
+class _FencedHead(RootHead, frozen=True):
+    """A head with a key that only makes its bytes others than before."""
+
+    fence: str = ""
+
+
+def fenced_root(root: Root) -> bytes:
+    """Another root that says the same, so that a save that would replace this one has to notice."""
+    fields = {name: getattr(root.head, name) for name in RootHead.__struct_fields__}
+    return encode_root(_FencedHead(**fields, fence=uuid.uuid4().hex))
 
 
 class Root:

@@ -12,7 +12,7 @@ import torch
 
 from terrazzo.checkpoint.metadata import Metadata, StorageMeta
 from terrazzo.checkpoint.native import objects
-from terrazzo.checkpoint.native.commit import Commit, check_written, committed_manifest, remove_leftovers
+from terrazzo.checkpoint.native.commit import Commit, committed_manifest, remove_leftovers
 from terrazzo.checkpoint.native.contents import StoredPlaces, metadata_of
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, is_file_of_save
@@ -70,7 +70,7 @@ class NativeWriter(RowWriter):
                     f"{self.store.location} holds a checkpoint that this release cannot read, so it is not replaced: "
                     f"{error}; save elsewhere, or move it away"
                 ) from error
-            for name in remove_leftovers(self.store, named):
+            for name in remove_leftovers(self.store, named, commit=self._commit):
                 LOGGER.warning("%s: removed %s, which an unfinished save left behind", self.store.location, name)
             self._commit.hold(self.save_id)
 
@@ -88,8 +88,9 @@ class NativeWriter(RowWriter):
         data = merge(parts, save_id, metadata.planner_data, features)
         root = Root(data, self.store.location)
         listed = self.store.list()
-        check_written(self.store, root.files, listed)
+        self._commit.check_alive(root.files, listed)
         self._commit.put(data)
+        self._commit.check_committed()
         self._manifest = root
         leave_marker(self.store)
         stored = metadata_of(root, self.store, self.storage_meta())
@@ -99,7 +100,7 @@ class NativeWriter(RowWriter):
         metadata.version = stored.version
         try:
             # With the list from before the commit: what has been written since belongs to saves that have not ended.
-            remove_leftovers(self.store, root.files, listed)
+            remove_leftovers(self.store, root.files, listed, self._commit)
         except OSError as error:  # the checkpoint is valid; the next save removes what is left
             LOGGER.warning("%s: files of the replaced checkpoint could not be removed: %s", self.store.location, error)
         finally:

@@ -370,8 +370,18 @@ class Store(abc.ABC):
         return _LeaseFile(self, key)
 
     def renew_lease(self, key: str) -> None:
-        """Give a lease that is held a new date, where it is judged by that."""
-        self.put(key, b"")
+        """Give a lease that is held a new date, where it is judged by that.
+
+        Raises a `FileNotFoundError` or a `ConflictError` if another process has removed it: it stays lost.
+        """
+        self.put(key, b"", only_if=self.get(key, SMALL)[1])
+
+    def leases_expire(self) -> bool:
+        """Whether leases end by their age, so that a process may go on after its lease has ended.
+
+        False if a lease ends with its process only, as a lock does.
+        """
+        return True
 
     def lease_ended(self, key: str, last_sign: float) -> bool:
         """Whether the process that held a lease is gone; `last_sign` is when a file of its save was last modified."""

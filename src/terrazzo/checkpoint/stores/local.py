@@ -66,6 +66,7 @@ class LocalStore(Store):
         self._path = Path(path).absolute()  # it stays this folder if the process changes its own
         self._os = system
         self._durable = durable
+        self._leases_expire = False  # known when a lock is refused
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(LocalStore, durable=self._durable), (self._path,)  # modules cannot be pickled
@@ -249,6 +250,7 @@ class LocalStore(Store):
             return False
         except OSError as error:
             if error.errno in _NO_LOCKS:
+                self._leases_expire = True
                 return None
             raise
         return True
@@ -321,9 +323,12 @@ class LocalStore(Store):
         try:
             self._os.link(os.path.realpath(other._path / key), self._path / name)  # not a link to it
         except FileExistsError:  # by another rank
-            return name if os.path.samefile(other._path / key, self._path / name) else None
+            if not os.path.samefile(other._path / key, self._path / name):
+                return None
         except OSError:  # it is gone, or on another disk, or the file system has no hard links
             return None
+        if self._durable:  # which the other folder need not be
+            self._sync_path(self._path / name, 0)
         return name
 
     def lease(self, key: str) -> Lease:
@@ -344,7 +349,13 @@ class LocalStore(Store):
                 locked = self._try_lock(fd)
             finally:
                 self._os.close(fd)
-        return super().lease_ended(key, last_sign) if locked is None else locked
+        if locked is None:
+            self._leases_expire = True
+            return super().lease_ended(key, last_sign)
+        return locked
+
+    def leases_expire(self) -> bool:
+        return self._leases_expire
 
     def _open_to_lock(self, path: Path, create: int = 0) -> int | None:
         """Open a file that may be another user's or in a place that is only read; None if it may not be read either."""
@@ -364,11 +375,15 @@ class LocalStore(Store):
 
     def sync_folder(self, folder: Path) -> None:
         """Make the names in `folder` survive a power failure."""
-        fd = self._os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._sync_path(folder, os.O_DIRECTORY)
+
+    def _sync_path(self, path: Path, flags: int) -> None:
+        fd = self._os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         try:
             self._os.fsync(fd)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
+            # Some network file systems cannot sync a folder, and need not.
+            if not flags or error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         finally:
             self._os.close(fd)

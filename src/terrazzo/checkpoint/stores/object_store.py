@@ -209,10 +209,11 @@ class ObjectStore(Store):
             return None
         if self._prefix == other._prefix:  # no save removes a file of the checkpoint that is valid now
             return key
-        with suppress(FileNotFoundError), self._failing(key):
+        try:
             obstore.copy(self._bucket, other._path(key), self._path(name))
-            return name
-        return None
+        except (FileNotFoundError, exceptions.BaseError):  # S3 copies up to 5 GB by one request: it is written again
+            return None
+        return name
 
     def _tried(self, key: str, read: Callable[[], T]) -> T:
         """The result of `read`, repeated if a reply breaks off while it is read: the client does not retry that."""

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from terrazzo.checkpoint.formats.huggingface.layout import index_name, is_shard, read_index, single_name
-from terrazzo.checkpoint.native.commit import Commit, by_save, ended, remove_ended, temporary_of
+from terrazzo.checkpoint.native.commit import Commit, by_save, ended, ended_saves, sweep, temporary_of
 from terrazzo.checkpoint.native.format import SEAL, lease_name, save_of
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores import SMALL, Absent, Entry, LocalStore, Store, Version
@@ -74,7 +74,9 @@ class Replacing:
         self._replaced = self._shards_named()
         entries = store.list()
         temporary = temporary_of(entries, (self._index, *beside))  # a put that is alive locks its file
-        remove_ended(store, by_save(entries, _save_of), others=ended(store, temporary))
+        # A save whose files are removed before they get their names cannot give them these, and so cannot commit.
+        gone = ended_saves(store, entries, by_save(entries, _save_of)).values()
+        sweep(store, [*ended(store, temporary), *(entry.key for of_save in gone for entry in of_save)])
         self.index.hold(save_id)
         try:
             # After the lease, so that of two saves which begin together at least one sees the other's.
