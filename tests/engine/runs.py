@@ -116,9 +116,11 @@ def train(engine: Engine, steps: int, start: int = 0) -> list[float]:
     return losses
 
 
-def train_plainly(steps: int, dtype: torch.dtype = torch.float32) -> tuple[list[float], nn.Module]:
+def train_plainly(
+    steps: int, dtype: torch.dtype = torch.float32, make: Callable[[], nn.Module] = make_model
+) -> tuple[list[float], nn.Module]:
     """The same run in one process with PyTorch alone."""
-    master = make_model().to(dtype).float()
+    master = make().to(dtype).float()
     model = copy.deepcopy(master).to(dtype)
     pairs = [(m, p) for m, p in zip(master.parameters(), model.parameters(), strict=True) if m.requires_grad]
     optimizer = torch.optim.AdamW([m for m, _ in pairs], lr=0.01, weight_decay=0.1)

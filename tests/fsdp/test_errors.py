@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp.compare import OUTPUTS, WIDTH, Block, Model, adamw, apart, batches, loss_of, mine, shard_blocks
 from ranks import fresh_values, run_fresh, run_ranks
@@ -46,8 +47,8 @@ def check_arguments() -> None:
     with pytest.raises(FSDPValueError, match=r"returned Shard\(dim=1\) for 'bias' of shape \(2,\)"):
         fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(1))
     scalar = nn.Linear(2, 2)
-    scalar.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(FSDPError, match=r"'scale' is a scalar.*Change scale to a 1D tensor with numel equal to 1"):
+    scalar.scale = nn.Parameter(TwoTensor(torch.tensor(1.0), torch.tensor(1.0)))
+    with pytest.raises(FSDPError, match=r"'scale' is a scalar and a TwoTensor.*to a 1D tensor with numel equal to 1"):
         fully_shard(scalar)
     foreign = nn.Linear(2, 2)
     mesh = init_device_mesh("cpu", (2,))

@@ -67,7 +67,7 @@ class FlatPlan:
 
     With `equal`, every chunk is padded to the longest of its tensor, so that all sections have equal length, which
     reduce-scatters of backends need. Every section ends with `extra` elements. A plan is `ragged` if there are very
-    many sections of different lengths.
+    many sections of different lengths. Tensors without dims may be there if `n` is 1.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class FlatPlan:
     ) -> None:
         self.shapes, self.dims, self.n, self.index, self.extra = tuple(shapes), tuple(dims), n, index, extra
         self.equal = equal
-        self._lengths = [shape[dim] for shape, dim in zip(shapes, dims, strict=True)]
+        self._lengths = [shape[dim] if shape else 1 for shape, dim in zip(shapes, dims, strict=True)]
         self._steps = [-(-length // n) for length in self._lengths]  # the longest chunk
         self._rows = [prod(shape[:dim]) * prod(shape[dim + 1 :]) for shape, dim in zip(shapes, dims, strict=True)]
         even = all(step * n == length for step, length in zip(self._steps, self._lengths, strict=True))
@@ -89,7 +89,7 @@ class FlatPlan:
         self._runs = [(0, n)] if equal or even else self._unequal_runs()
         self.own_size = self.size_of(index)
         self.own_shapes: list[Shape] = [
-            (*shape[:dim], self._chunk(i, index), *shape[dim + 1 :])
+            (*shape[:dim], self._chunk(i, index), *shape[dim + 1 :]) if shape else ()
             for i, (shape, dim) in enumerate(zip(shapes, dims, strict=True))
         ]
         numels = [prod(shape) for shape in self.own_shapes]
@@ -189,7 +189,7 @@ class FlatPlan:
     def own_chunks(self, wholes: Sequence[Tensor]) -> list[Tensor]:
         """This rank's chunk of each tensor, as views of the tensors."""
         return [
-            whole.narrow(dim, min(step * self.index, length), shape[dim])
+            whole.narrow(dim, min(step * self.index, length), shape[dim]) if shape else whole
             for whole, dim, step, length, shape in zip(
                 wholes, self.dims, self._steps, self._lengths, self.own_shapes, strict=True
             )

@@ -17,7 +17,16 @@ from terrazzo.fsdp.group import ATTRIBUTE, Group, group_of
 from terrazzo.fsdp.meshes import DataMesh, DataParallelMeshDims
 from terrazzo.fsdp.misuse import remark_on_hooks, watch_optimizers
 from terrazzo.fsdp.module import FSDPModule, keep_state_dicts_sharded, make_fsdp_module
-from terrazzo.fsdp.parameter import IGNORED, REPLACED, ShardedParameter, ShardPlacementFn, collect, mark, placed
+from terrazzo.fsdp.parameter import (
+    IGNORED,
+    REPLACED,
+    ShardedParameter,
+    ShardPlacementFn,
+    collect,
+    mark,
+    placed,
+    share_scalars,
+)
 from terrazzo.fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from terrazzo.fsdp.run.forming import join
 from terrazzo.fsdp.run.unit import Unit
@@ -116,7 +125,9 @@ def fully_shard(
         dim, own = placed(name, parameter, shard_placement_fn, data)
         if own is not None and own not in meshes:
             meshes[own] = DataMesh.of(own)
-        params.append(ShardedParameter(name, parameter, slots, dim, data if own is None else meshes[own]))
+        on = data if own is None else meshes[own]
+        params.append(ShardedParameter(name, parameter, slots, dim, on if parameter.ndim else on.of_scalars))
+    share_scalars(params)
     group = Group(modules, params, settings, reshard_after_forward)
     Unit([group])
     for each in modules:  # only now, because what failed may be called again with other arguments

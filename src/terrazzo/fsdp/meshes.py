@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -100,7 +101,8 @@ class ShardPlacementResult:
 class DataMesh:
     """The mesh of a `fully_shard` call: 1-D shards; 2-D replicates on its first dim and shards on its second.
 
-    With `whole` it is a part of that mesh, on which the parameters are DTensors; `dims` are its dims there.
+    With `whole` it is a part of that mesh, on which the parameters are DTensors; `dims` are its dims there. Without
+    `shards` no dim shards: every rank holds whole parameters.
     """
 
     mesh: DeviceMesh
@@ -109,6 +111,17 @@ class DataMesh:
     device: torch.device
     whole: DeviceMesh | None = None
     dims: tuple[str, ...] = ()
+    shards: bool = True
+
+    @cached_property
+    def of_scalars(self) -> DataMesh:
+        """The same ranks for scalars, which cannot be sharded: they are replicated on all of them."""
+        if not self.shards:
+            return self
+        ranks = tuple(ranks_of(self.mesh))
+        everyone = self.shard if self.replicate is None else axis_over(ranks, self.mesh.device_type)
+        alone = axis_over((dist.get_rank(),), self.mesh.device_type)
+        return replace(self, shard=alone, replicate=None if len(ranks) == 1 else everyone, shards=False)
 
     @staticmethod
     def of(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> DataMesh:
@@ -138,8 +151,9 @@ class DataMesh:
 
     def layout(self, shape: tuple[int, ...], dim: int, within: Layout | None) -> Layout:
         """The layout of a parameter that this mesh shards along `dim`, after the tensor-parallel layout `within`."""
-        own: tuple[Placement, ...] = (Shard(dim),) if self.replicate is None else (_REPLICATE, Shard(dim))
-        own = own[: self.mesh.ndim]  # without Shard if all dims replicate
+        own: tuple[Placement, ...] = (_REPLICATE,) * self.mesh.ndim
+        if self.shards:
+            own = (*own[:-1], Shard(dim))
         if self.whole is not None and within is not None:
             within = self._other_dims(within)
         if within is None:
@@ -196,7 +210,7 @@ def _named_part(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> DataMesh
     parts = [_together(mesh, some) for some in (dims.replicate_names, dims.shard_names) if some]
     if not dims.shard_names:
         alone = axis_over((dist.get_rank(),), mesh.device_type)
-        return DataMesh(parts[0], alone, axis_of(parts[0], 0), device, mesh, names)
+        return DataMesh(parts[0], alone, axis_of(parts[0], 0), device, mesh, names, shards=False)
     if len(parts) == 1:
         return DataMesh(parts[0], axis_of(parts[0], 0), None, device, mesh, names)
     both = joined(parts)
@@ -219,7 +233,7 @@ class InnerMesh:
     @staticmethod
     def of(data: DataMesh, size: int) -> InnerMesh | None:
         """Groups of `size` consecutive ranks of the shard axis; None if `size` is 1 or the axis's size."""
-        if data.replicate is not None and data.mesh.ndim == 1:  # no dim shards
+        if not data.shards:
             return None
         n = data.shard.size
         if size < 1 or n % size:

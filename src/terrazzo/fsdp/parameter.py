@@ -19,6 +19,8 @@ from terrazzo._torch.counting import OWN_ATTRIBUTES, CountingParameter
 from terrazzo._torch.dispatching import has_inner_tensors
 from terrazzo._torch.modules import children_of, parameters_of
 from terrazzo._torch.tensors import PARAMETER_MARK, mark_as_parameter
+from terrazzo.comm.axis import Axis
+from terrazzo.comm.collectives import broadcast
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp.meshes import DataMesh, ShardPlacementResult
 from terrazzo.layout import Layout, Shard
@@ -166,6 +168,20 @@ class ShardedParameter:
             self.unsharded_local.requires_grad_(value)
 
 
+def share_scalars(params: Sequence[ShardedParameter]) -> None:
+    """Give scalars, which every rank holds whole, the values of the first rank: the others may have drawn their own."""
+    alike: dict[tuple[Axis, torch.dtype], list[Tensor]] = {}
+    for param in params:
+        axis, values = param.mesh.replicate, param.unsharded_local.detach()
+        if not param.shape and axis is not None and not values.is_meta:
+            alike.setdefault((axis, values.dtype), []).append(values)
+    for (axis, _), those in alike.items():
+        device = torch.device(axis.device_type)
+        first = broadcast(torch.stack([values.to(device) for values in those]), axis, 0)
+        for values, value in zip(those, first, strict=True):
+            values.copy_(value)
+
+
 def are_alike(params: Sequence[ShardedParameter]) -> bool:
     """Whether shards are of one dtype and on one kind of device."""
     return len({(p.sharded._local.device.type, p.sharded._local.dtype) for p in params}) == 1
@@ -283,10 +299,10 @@ def placed(
         raise FSDPError(
             f"parameter {name!r} has the placements {list(parameter.placements)}: redistribute the Partial ones first"
         )
-    if parameter.ndim == 0:
+    if parameter.ndim == 0 and has_inner_tensors(local_of(parameter)):
         raise FSDPValueError(
-            f"parameter {name!r} is a scalar, which cannot be sharded. Change {name} to a 1D tensor with numel "
-            "equal to 1, or add it to ignored_params"
+            f"parameter {name!r} is a scalar and a {kind.__name__}, whose rows fully_shard would gather. Change {name} "
+            "to a 1D tensor with numel equal to 1, or add it to ignored_params"
         )
     if parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex()):
         raise FSDPError(f"parameter {name!r} has dtype {parameter.dtype}, which cannot have a gradient")
@@ -296,7 +312,7 @@ def placed(
     placement, own = answer, None
     if hasattr(answer, "mesh_info"):  # ours, or PyTorch's class of this name, which is private
         placement, own = answer.placement, _mesh_in(name, answer.mesh_info)
-    if placement is None:
+    if placement is None or parameter.ndim == 0:  # a scalar is not sharded, whatever the function returns
         return 0, own
     if not isinstance(placement, Shard):
         raise FSDPValueError(
@@ -308,7 +324,7 @@ def placed(
         raise FSDPValueError(
             f"shard_placement_fn returned {answer!r} for {name!r} of shape {tuple(parameter.shape)}: "
             f"Shard dim {dim} is invalid for {parameter.ndim}D tensor; "
-            + (f"dim must be from {-parameter.ndim} to {parameter.ndim - 1}" if parameter.ndim else "return None")
+            f"dim must be from {-parameter.ndim} to {parameter.ndim - 1}"
         )
     return dim, own
 

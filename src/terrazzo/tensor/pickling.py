@@ -94,7 +94,7 @@ _INSTEAD = (
 def _hold_the_same(one: int, other: int, mesh: Any, placements: Sequence[Placement]) -> bool:
     """Whether two ranks hold the same part of a tensor that is placed so on a mesh of these ranks."""
     with real_values():
-        ranks = torch.tensor(mesh)
+        ranks = torch.tensor(mesh, device="cpu")
         first, second = (ranks == one).nonzero().tolist(), (ranks == other).nonzero().tolist()
     if not first or not second:  # outside of the mesh
         return first == second

@@ -74,7 +74,7 @@ def _likeness_of(group: Group) -> tuple[object, ...] | None:
     own = (options.all_gather, options.reduce_scatter, options.hook, options.staging)
     if group.inner or options.reduce_axes or any(x is not None for x in own):
         return None
-    if any(param.mesh is not mesh for param in group.params):
+    if any(param.mesh is not (mesh if param.shape else mesh.of_scalars) for param in group.params):
         return None
     # By process group, because every mesh["dp"] is a new mesh object.
     axes = [(axis.ranks, id(axis.group)) for axis in (mesh.shard, mesh.replicate) if axis is not None]

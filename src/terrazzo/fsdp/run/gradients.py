@@ -176,7 +176,8 @@ class Gradients:
             elif options.usual and InPlace.suits(plan, mesh.shard, self.dtype.itemsize):
                 in_place = InPlace(plan, self.dtype.itemsize)
             to_replicas = None
-            if codec is not None and mesh.replicate is not None and mesh.replicate.size > 1:
+            matrices = any(len(param.shape) > 1 for param in params)
+            if codec is not None and matrices and mesh.replicate is not None and mesh.replicate.size > 1:
                 to_replicas = over_replicas(params, plan, codec, self.dtype, mesh.replicate, settings)
             found = _Flat(params, plan, in_place, sent, to_replicas, self._division_of(plan))
             self._flats[options, params] = found

@@ -197,6 +197,9 @@ class Root:
 
     def _unit_spec(self, unit: Unit) -> UnitSpec:
         group, aliased = unit.groups[0], all(bucket.will_alias for bucket in unit.buckets)
+        switches = asdict(group.switches)
+        if not unit.has_replicas:  # scalars are reduced like the other parameters, whatever users set for replicas
+            switches["all_reduce"] = True
         return UnitSpec(
             name=unit.name,
             sizes=unit.sizes() if unit.params else None,
@@ -211,7 +214,7 @@ class Root:
             reduce_buffers=group.options.reduce_buffers,
             double_buffers=any(buffers_for(group.options, b.settings.mesh.shard) is not None for b in unit.buckets),
             groups=tuple([i for i, each in enumerate(self.groups) if each.unit is unit]),
-            **asdict(group.switches),
+            **switches,
         )
 
     @property

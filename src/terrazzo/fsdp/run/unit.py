@@ -87,6 +87,8 @@ class Unit:
         # The groups' meshes are equal, though not the same objects; some parameters may have another one.
         equal = not all(group.options.usual for group in self.groups)  # custom communication expects that
         meshes = {group.settings.mesh: self.settings.mesh for group in self.groups}
+        if any(not param.shape for param in self.params):
+            meshes |= {former.of_scalars: mesh.of_scalars for former, mesh in meshes.items()}
         for param in self.params:
             mesh, values = meshes.get(param.mesh, param.mesh), param.values
             key = is_extended(values), mesh, values.dtype, values.device.type
@@ -144,8 +146,15 @@ class Unit:
     @property
     def in_place(self) -> bool:
         """Whether it is gathered directly into the unsharded parameters."""
-        usual = bool(self.buckets) and self.groups[0].options.usual
-        return usual and all(bucket.in_place is not None for bucket in self.buckets)
+        gathered = [bucket for bucket in self.buckets if bucket.plan.n > 1]  # scalars are not
+        usual = bool(gathered) and self.groups[0].options.usual
+        return usual and all(bucket.in_place is not None for bucket in gathered)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether there are replicas of any parameter, besides scalars, which all ranks hold."""
+        meshes = [self.settings.mesh, *(param.mesh for param in self.params if param.shape)]
+        return any(mesh.replicate is not None for mesh in meshes)
 
     def sizes(self) -> Sizes:
         """The sizes for the planner and for reports."""
