@@ -136,9 +136,87 @@ def test_a_grid_has_the_groups_of_its_axes():
     run_ranks(2, check_grid)
 
 
+# As DeepSpeed 0.19.8 does: it ignores the first, and refuses the others.
+IGNORED = (
+    {"optimizer": {"type": "AdamW", "torch_adam": True}},
+    {"scheduler": {"type": "WarmupLR", "foo": 1}},
+    {"flops_profiler": {"step": 1}},
+    {"aio": {"thread_count": 1}},
+    {"activation_checkpointing": {"partition_activation": True}},
+    {"checkpoint": {"foo": 1}},
+    {"data_types": {"foo": 1}},
+    {"data_efficiency": {"foo": 1, "data_sampling": {"num_worker": 1, "curriculum_learning": {"foo": 1}}}},
+)
+REFUSED = (
+    *({name: {"enabled": enabled, "foo": 1}} for name in ("fp16", "bf16") for enabled in (True, False)),
+    *({name: {"foo": 1}} for name in ("zero_optimization", "tensorboard", "csv_monitor", "comms_logger")),
+    {"zero_optimization": {"stage": 1, "offload_optimizer": {"foo": 1}}},
+)
+
+
+def check_unknown_keys() -> None:
+    for given in IGNORED:
+        settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}} | given
+        with pytest.warns(UserWarning, match="these keys are ignored") as warned:
+            deepspeed.initialize(model=torch.nn.Linear(2, 2), config=settings)
+        said = next(str(each.message) for each in warned if "these keys" in str(each.message))
+        assert f"{next(iter(given))}." in said and "(unknown" in said
+    assert "num_worker (unknown; did you mean num_workers?)" in said and "curriculum_learning.foo (unknown)" in said
+    for given in REFUSED:
+        with pytest.raises(EngineConfigError, match=r"there is no key .*\.foo"):
+            deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1} | given)
+    with pytest.warns(UserWarning, match=r"mine \(unknown\)"):
+        assert deepspeed.DeepSpeedConfig({"train_batch_size": 1, "mine": 1, "aio": {"mine": 1}}).train_batch_size == 1
+
+
+def test_unknown_keys_are_warned_about_where_deepspeed_ignores_them():
+    run_ranks(1, check_unknown_keys)
+
+
+def check_getters() -> None:
+    zero = {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "allgather_bucket_size": 5e7,
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "overlap_comm": "auto",
+        "offload_optimizer": {"device": "cpu", "pin_memory": "auto"},
+    }
+    settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": zero, "dump_state": "auto"}
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=settings)
+    expected = {
+        "zero_reduce_bucket_size": 500_000_000,
+        "zero_allgather_bucket_size": 50_000_000,
+        "zero_gather_16bit_weights_on_model_save": False,
+        "zero_max_live_parameters": 1_000_000_000,
+        "zero_overlap_comm": True,
+        "zero_offload_param": None,
+        "optimizer_name": "adamw",
+        "curriculum_learning_config": {"enabled": False, "curriculum_metrics": {}},
+        "dump_state": False,
+    }
+    found = {name: getattr(engine, name)() for name in expected}
+    assert found == expected and {name: type(value) for name, value in found.items()} == {
+        name: type(value) for name, value in expected.items()
+    }
+    assert engine.communication_data_type is torch.float32
+    assert engine.zero_offload_optimizer().device == "cpu" and engine.zero_offload_optimizer().pin_memory is True
+    for given, dtype in (
+        ({"communication_data_type": "fp16"}, torch.float16),
+        ({"bf16": {"enabled": True}}, torch.bfloat16),
+    ):
+        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1} | given)
+        assert engine.communication_data_type is dtype
+
+
+def test_settings_are_those_with_which_the_engine_runs():
+    run_ranks(1, check_getters)
+
+
 def check_what_is_ignored() -> None:
     settings = {"train_micro_batch_size_per_gpu": 1, "gradient_cliping": 1.0}
-    with pytest.warns(UserWarning, match=r"gradient_cliping \(unknown; is it gradient_clipping\?\)"):
+    with pytest.warns(UserWarning, match=r"gradient_cliping \(unknown; did you mean gradient_clipping\?\)"):
         engine, optimizer, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=settings)
     assert optimizer is None and engine.log_level() is None
     before = deepspeed.logger.level

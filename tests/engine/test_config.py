@@ -135,6 +135,12 @@ def test_json_may_have_comments_but_no_key_twice():
             {"bf16": {"enabled": True, "xyz": 1}},
             "config: there is no key bf16.xyz; there are enabled, check_grad_overflow",
         ),
+        (
+            {"activation_checkpointing": {"partition_activation": True}},
+            "no key activation_checkpointing.partition_activation; did you mean partition_activations?",
+        ),
+        ({"checkpoint": {"foo": 1}}, "config: there is no key checkpoint.foo; there are tag_validation, load_univ"),
+        ({"bf16": {"enabled": False, "enable": 1}}, "there is no key bf16.enable; did you mean enabled?"),
         ({"zero_optimization": {"stage": 4}}, "config: zero_optimization.stage must be 0, 1, 2 or 3, not 4"),
         ({"train_batch_size": "8"}, "config: train_batch_size must be an integer of at least 1 or null, not '8'"),
         ({"train_batch_size": 0}, "config: train_batch_size must be an integer of at least 1 or null, not 0"),

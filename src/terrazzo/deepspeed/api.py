@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -20,12 +18,12 @@ from terrazzo.deepspeed.moe.layer import MoE
 from terrazzo.deepspeed.optimizer import NoOptimizer
 from terrazzo.deepspeed.pipe.engine import PipelineEngine
 from terrazzo.deepspeed.pipe.module import PipelineModule
+from terrazzo.deepspeed.settings import known_keys
 from terrazzo.deepspeed.utils import groups
 from terrazzo.engine import initialize as make_engine
 from terrazzo.engine.config import as_mapping, read_config
 from terrazzo.engine.lr import SchedulerLike
 from terrazzo.engine.optim import OptimizerLike, Parameters
-from terrazzo.engine.translate import without_unknown
 from terrazzo.errors import EngineCallError, EngineConfigError
 
 
@@ -88,12 +86,9 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if mesh_param is not None:
         initialize_mesh_device(mesh_param, ("data_parallel", "sequence_parallel"))
-    given, unknown = without_unknown(as_mapping(_only_config(args, config, config_params)))
+    given = known_keys(as_mapping(_only_config(args, config, config_params)))
     if mesh_param is not None:
         given.setdefault("sequence_parallel_size", mesh_param[1])
-    if unknown and dist.get_rank() == 0:
-        shown = ", ".join(f"{name} ({why})" for name, why in unknown.items())
-        warnings.warn(f"config: these keys are ignored: {shown}", stacklevel=2)
     if optimizer is not None:  # as in DeepSpeed, an optimizer that is passed takes precedence
         given.pop("optimizer", None)
     elif "optimizer" not in given:

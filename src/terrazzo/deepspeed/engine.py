@@ -17,7 +17,7 @@ from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, make_loader
 from terrazzo.deepspeed.engines import forget, load_whole, remember, show_between_steps, shows_whole
 from terrazzo.deepspeed.offloading import check_reloaded, offload_states, reload_states
 from terrazzo.deepspeed.optimizer import DeepSpeedOptimizer, NoOptimizer, view_of
-from terrazzo.deepspeed.settings import SETTINGS, setting
+from terrazzo.deepspeed.settings import SETTINGS, setting, setting_of
 from terrazzo.deepspeed.utils import logger
 from terrazzo.deepspeed.utils.sharded import whole
 from terrazzo.deepspeed.zero.config import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -71,8 +71,10 @@ class DeepSpeedEngine(nn.Module):
         except AttributeError:
             if name.startswith("__") or name in ("core", "module"):
                 raise
+        if name == "communication_data_type":  # a property in DeepSpeed
+            return setting_of(self.core, self.config, name)
         if name in SETTINGS:
-            return lambda: setting(self.config, name)
+            return lambda: setting_of(self.core, self.config, name)
         for other in (self.core, self.module):
             if hasattr(other, name):
                 return getattr(other, name)

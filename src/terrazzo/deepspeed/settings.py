@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Final
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from terrazzo.engine import Engine
+from terrazzo.engine.translate import without_unknown
 
 SETTINGS: Final[Mapping[str, tuple[str, Any]]] = {
     "log_level": ("log_level", None),
@@ -61,11 +69,22 @@ SETTINGS: Final[Mapping[str, tuple[str, Any]]] = {
 }
 
 
+def known_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without the keys that DeepSpeed ignores and nobody knows, about which rank 0 warns."""
+    known, unknown = without_unknown(config)
+    if unknown and (not dist.is_initialized() or dist.get_rank() == 0):
+        shown = ", ".join(f"{name} ({why})" for name, why in unknown.items())
+        warnings.warn(f"config: these keys are ignored: {shown}", stacklevel=3)
+    return known
+
+
 def setting(config: Mapping[str, Any], name: str) -> Any:
-    """The value that a config has for the method of this name.
+    """The value that a config has for the method of this name; that of "auto" is the default.
 
     >>> setting({"zero_optimization": {"overlap_comm": True}}, "zero_overlap_comm")
     True
+    >>> setting({"zero_optimization": {"reduce_bucket_size": 5e7}}, "zero_reduce_bucket_size")
+    50000000
     """
     path, default = SETTINGS[name]
     section, _, key = path.rpartition(".")
@@ -74,10 +93,34 @@ def setting(config: Mapping[str, Any], name: str) -> Any:
         inside = inside.get(step) if isinstance(inside, Mapping) else None
     names = (key, key.removeprefix("stage3_"), key.replace("16bit", "fp16"))  # today's name, and older ones
     found = [inside[name] for name in names if name in inside] if isinstance(inside, Mapping) else []
-    value = found[0] if found else None
+    value = found[0] if found and found[0] != "auto" else None
+    if type(default) is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
     if name == "zero_overlap_comm" and value is None:
         zero = config.get("zero_optimization")
         return isinstance(zero, Mapping) and zero.get("stage") == 3
     if name == "dynamic_loss_scale":
         return not value
     return default if value is None else value
+
+
+def setting_of(engine: Engine, given: Mapping[str, Any], name: str) -> Any:
+    """What DeepSpeed's method of this name returns: from the settings with which the engine runs, where it has them."""
+    config, value = engine.config, setting(given, name)
+    if name == "communication_data_type":
+        return engine.dtype if config.communication_data_type is None else _DTYPES[config.communication_data_type]
+    if name == "optimizer_name" and isinstance(value, str):
+        return value.lower() if value.lower() in OPTIMIZERS else value
+    if name in ("zero_offload_optimizer", "zero_offload_param"):
+        return None if value is None else getattr(config.zero_optimization, name.removeprefix("zero_"))
+    if name in _SECTIONS:
+        section: Any = config.data_efficiency
+        for step in SETTINGS[name][0].split(".")[1:]:
+            section = getattr(section, step)
+        return msgspec.to_builtins(section)
+    return value
+
+
+_DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_SECTIONS: Final = ("data_efficiency_config", "data_sampling_config", "curriculum_learning_config", "random_ltd_config")
+OPTIMIZERS: Final = ("adagrad", "adam", "adamw", "lamb", "lion", "muon")

@@ -47,14 +47,20 @@ def _told(message: str, given: Any, kind: type[Any], also: Sequence[str]) -> str
         value = value[step] if shown else None
     path = ".".join(steps).replace(".[", "[")
     if found := _UNKNOWN.match(what) or _MISSING.match(what):
-        full = f"{path}.{found['name']}" if path else found["name"]
+        name = found["name"]
+        full = f"{path}.{name}" if path else name
         if found.re is _MISSING:
             return f"{full} is missing"
         known = [field.encode_name for each in types if isinstance(each, inspect.StructType) for field in each.fields]
+        inside = value.get(name) if isinstance(value, dict) else None
+        while isinstance(inside, dict) and inside and any(key.startswith(f"{full}.") for key in also):
+            name = next(iter(inside))  # the section is known, and what is in it is not
+            path, full, known, inside = full, f"{full}.{name}", [], inside[name]
         beside = f"{path}." if path else ""
-        others = [key.removeprefix(beside) for key in also if key.startswith(beside)]
-        known_too = {key.partition(".")[0] for key in others} | set(known)
-        return f"there is no key {full}" + meant(found["name"], known_too, f"; there are {', '.join(known)}")
+        others = [key.removeprefix(beside).partition(".")[0] for key in also if key.startswith(beside)]
+        return f"there is no key {full}" + meant(
+            name, {*others, *known}, f"; there are {', '.join(known or dict.fromkeys(others))}"
+        )
     if not types or not what.startswith(("Expected ", "Invalid enum value")):
         return message
     allowed = " or ".join(dict.fromkeys(word for each in types for word in _words(each)))

@@ -375,6 +375,20 @@ KEYS: Final[dict[str, Key]] = {
 SECTIONS: Final = frozenset(path[:i] for path in KEYS for i in range(len(path)) if path[i] == ".")
 """Keys that contain further keys."""
 
+LENIENT: Final = frozenset(
+    {
+        "activation_checkpointing",
+        "aio",
+        "checkpoint",
+        "data_efficiency",
+        "data_types",
+        "flops_profiler",
+        "optimizer",
+        "scheduler",
+    }
+)
+"""Sections in which DeepSpeed ignores unknown keys; in the others they are an error, as here."""
+
 AUTO: Final[dict[str, Any]] = {
     "train_batch_size": None,
     "train_micro_batch_size_per_gpu": None,

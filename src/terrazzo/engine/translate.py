@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from terrazzo.engine.deepspeed_keys import AUTO, KEYS, SECTIONS
+from terrazzo._meant import meant
+from terrazzo.engine.deepspeed_keys import AUTO, KEYS, LENIENT, SECTIONS
 from terrazzo.errors import EngineConfigError
 
 
@@ -47,20 +47,30 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], Ignored]:
 
 
 def without_unknown(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """A config without the keys at its top that neither DeepSpeed nor terrazzo knows, and these with a warning.
+    """A config without the keys that neither DeepSpeed nor terrazzo knows where DeepSpeed ignores them, and these.
 
-    DeepSpeed ignores such keys, which scripts use for themselves.
+    It ignores them at the top, where scripts have keys for themselves, and in some sections.
 
-    >>> without_unknown({"train_batch_size": 4, "gradient_cliping": 1.0, "mine": 1})
-    ({'train_batch_size': 4}, {'gradient_cliping': 'unknown; is it gradient_clipping?', 'mine': 'unknown'})
+    >>> without_unknown({"train_batch_size": 4, "gradient_cliping": 1.0, "mine": 1, "aio": {"thread_count": 1}})
+    ({'train_batch_size': 4, 'aio': {}}, {'gradient_cliping': 'unknown; did you mean gradient_clipping?', ...})
     """
-    known = {path.partition(".")[0] for path in KEYS}
-    warned = {}
-    for name in given:
-        if name not in known:
-            close = get_close_matches(str(name), known, 1)
-            warned[name] = f"unknown; is it {close[0]}?" if close else "unknown"
-    return {name: value for name, value in given.items() if name not in warned}, warned
+    warned: dict[str, str] = {}
+
+    def known_in(section: Mapping[str, Any], path: str) -> dict[str, Any]:
+        before = f"{path}." if path else ""
+        known = {key[len(before) :].partition(".")[0] for key in KEYS if key.startswith(before)}
+        kept = {}
+        for name, value in section.items():
+            full = f"{before}{name}"
+            if name not in known:
+                warned[full] = "unknown" + meant(str(name), known)
+            elif isinstance(value, Mapping) and full in SECTIONS and full.partition(".")[0] in LENIENT:
+                kept[name] = known_in(value, full)
+            else:
+                kept[name] = value
+        return kept
+
+    return known_in(given, ""), warned
 
 
 def _section(given: Mapping[str, Any], path: str, ignored: Ignored) -> dict[str, Any]:
@@ -125,8 +135,9 @@ def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("fp16", "bf16"):
         section = config.get(name)
         if isinstance(section, Mapping) and section.get("enabled", False) in (False, "auto"):
-            # The rest of a disabled section is not used, and may be incomplete.
-            config[name] = {key: value for key, value in section.items() if key in ("enabled", "loss_scale")}
+            # The rest of a disabled section is not used, and may be incomplete. Unknown keys stay, and are an error.
+            unused = {key for key in section if f"{name}.{key}" in KEYS} - {"enabled", "loss_scale"}
+            config[name] = {key: value for key, value in section.items() if key not in unused}
         elif isinstance(section, Mapping) and section.get("loss_scale", 0) not in (0, "auto"):
             # Nor is what a scale that adapts needs.
             config[name] = {k: v for k, v in section.items() if k not in ("loss_scale_window", "min_loss_scale")}

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from terrazzo.deepspeed.settings import OPTIMIZERS, known_keys
 from terrazzo.engine.config import as_mapping, read_config
 from terrazzo.errors import EngineConfigError as DeepSpeedConfigError
 from terrazzo.layout.drawing import ShownAsCall
 
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
 LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
-DEEPSPEED_OPTIMIZERS = [
-    *(ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER),
-]
+DEEPSPEED_OPTIMIZERS = list(OPTIMIZERS)
 
 
 class DeepSpeedConfig(ShownAsCall):
@@ -33,7 +32,7 @@ class DeepSpeedConfig(ShownAsCall):
 
     def __init__(self, config: Mapping[str, Any] | str | os.PathLike[str], mpu: Any = None, mesh_device: Any = None):
         self.config = self._param_dict = as_mapping(config)
-        self.checked = read_config(self.config)[0]
+        self.checked = read_config(known_keys(self.config))[0]
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         batch = self.checked.batch(self.world_size)
         self.train_batch_size, self.train_micro_batch_size_per_gpu = batch.total, batch.micro
