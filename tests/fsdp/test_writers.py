@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp.compare import Model, assert_same_parameters, batches, loss_of, mine, shard_blocks
 from ranks import device_type, run_ranks
 from terrazzo.checkpoint import load, save
-from terrazzo.errors import FSDPError
+from terrazzo.errors import DivergedRanksError, FSDPError
 from terrazzo.fsdp import FSDPModule, fully_shard
 from terrazzo.tensor import DTensor, Replicate, Shard, init_device_mesh
 
@@ -328,18 +328,30 @@ def test_a_dtype_that_changes_where_a_rank_has_no_rows():
 @torch.no_grad()
 def check_one_rank() -> None:
     """Some row is on one rank, which alone writes it."""
+    on_cpu = device_type() == "cpu"
     for unshard in (False, True):
         model, reference, params, x = evaluated()
         if torch.distributed.get_rank() == 1:
             params["head.bias"].to_local().fill_(7)
         reference.head.bias[2] = 7  # of three elements two are on the first rank
+        if not on_cpu:  # there no rank waits for what others may have written
+            model.reshard()
         if unshard:
             model.unshard()
             assert torch.equal(model.head.bias, reference.head.bias)
         torch.testing.assert_close(model(x), reference(x))
+        if torch.distributed.get_rank() == 1:  # which only reads, and cannot know that
+            params["head.bias"].data.to_local().clone()
+        torch.testing.assert_close(model(x), reference(x))
+        if on_cpu:
+            continue
+        if torch.distributed.get_rank() == 1:
+            params["head.bias"].to_local().fill_(8)
+        with pytest.raises(DivergedRanksError, match=r"rank 1 wrote to .* of 'Model.*, and other ranks did not"):
+            model.unshard() if unshard else model(x)
+            model.state_dict()  # waits until it is known
 
 
-@pytest.mark.cpu_only("on accelerators each rank answers for itself whether shards were written")
 def test_a_write_on_one_rank_alone():
     run_ranks(2, check_one_rank)
 

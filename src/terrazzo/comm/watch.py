@@ -13,6 +13,10 @@ its result is copied to the host. The host looks whether it has come whenever it
 it only waits for those of the forward and backward before the last ones. So an error may come after an optimizer's step
 with wrong gradients, but before they are saved.
 
+The ranks also ask each other which shards have been written since they were gathered, so that all gather them again or
+none does. On accelerators a rank that has not written any does not wait for the answer. So there a write on some ranks
+only is found like a difference: nothing is gathered, and all ranks raise.
+
 If a collective fails, each rank writes its position to the default store and reads those of the others. The error
 message lists them.
 """
@@ -24,6 +28,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from threading import Lock
 from typing import Any, Protocol
 
@@ -78,14 +83,29 @@ class _Position(msgspec.Struct, frozen=True):
     last: list[str]
 
 
+class Written(IntEnum):
+    """Whether shards have been written since they were gathered."""
+
+    NO = 0
+    HERE = 1  # and perhaps on other ranks
+    EVERYWHERE = 2  # on all ranks, as by an optimizer
+
+
 @dataclass(frozen=True, slots=True)
 class _Comparing:
     """A comparison that has been started."""
 
     work: Any  # what to wait for: a collective, or an event
-    both: Tensor  # the largest checksum of all ranks, and the smallest, negated
-    names: list[str]  # the events of this rank's checksum
-    number: int  # among those of the model; equal on the ranks that compare with each other
+    both: Tensor  # the largest numbers of all ranks, and the smallest, negated
+    names: list[str]  # the events of this rank's checksum, or the units that it has written
+    number: str  # among those of the model; equal on the ranks that compare with each other
+    asks: bool = False  # whether the numbers are not a checksum, but what has been written
+
+    def values(self) -> tuple[list[int], list[int]]:
+        """The largest numbers, and the smallest."""
+        both = self.both.tolist()
+        n = len(both) // 2
+        return both[:n], [-value for value in both[n:]]
 
 
 _CODES = {"run": 1, "unshard": 2, "reduce": 3, "all-reduce": 0}
@@ -123,6 +143,7 @@ class Watch:
         self._comparing: deque[_Comparing] = deque()
         self._settling = Lock()  # optimizers of other models look at the comparisons, too, perhaps in other threads
         self._compared = 0  # comparisons that have been started
+        self._asked = 0  # questions on the device
         self._asks = False  # the other ranks what they have written
 
     @property
@@ -156,7 +177,8 @@ class Watch:
         axis = self._axis
         if axis is None or not (always or self._in_part):
             return
-        self.settle()
+        if self.streams is None:
+            self.settle()
         checksum, recent = self._checksum, list(self._log)[-self._in_part :] if self._in_part else []
         self._checksum = self._in_part = 0
         names = [f"{what} {unit.name}" for what, unit in recent]
@@ -166,22 +188,27 @@ class Watch:
             work = wire.all_reduce(self._beside, both, "max")
         else:
             with torch.inference_mode(False), outside_transforms() if functorch_active() else nullcontext():
-                work, both = self._reduce_on_device(axis, self.streams, checksum)
+                work, both = self._reduce_on_device(axis, self.streams, [checksum])
         self._compared += 1
-        self._comparing.append(_Comparing(work, both, names, self._compared))
+        self._comparing.append(_Comparing(work, both, names, str(self._compared)))
+        if self.streams is not None:
+            self.settle()  # after that, so that no rank waits on the device for one that raises here
 
     @torch.no_grad()
-    def _reduce_on_device(self, axis: Axis, streams: Streams, checksum: int) -> tuple[Any, Tensor]:
+    def _reduce_on_device(self, axis: Axis, streams: Streams, values: Sequence[int]) -> tuple[Any, Tensor]:
         """Start to compare after everything that is queued on the stream of the collectives; returns an event, and the
         memory on the host that has the result after it."""
         now = streams.mark_of()
         with streams.on(self._stream) as stream:
-            both = self._on_device
-            if both is None:
+            n, memory = len(values), self._on_device
+            if memory is None or memory.numel() < 2 * n:
                 stream.wait_event(now)  # the memory may be that of gradients that were freed
-                both = self._on_device = torch.empty(2, dtype=torch.int64, device=self._device)
-            both.fill_(checksum)
-            both[1:].neg_()
+                memory = self._on_device = torch.empty(2 * n, dtype=torch.int64, device=self._device)
+            both = memory[: 2 * n].zero_()
+            for i, value in enumerate(values):
+                if value:
+                    both[i].fill_(value)
+            torch.neg(both[:n], out=both[n:])
             work = wire.all_reduce(axis, both, "max")
             if work is not None:
                 work.wait()
@@ -193,7 +220,8 @@ class Watch:
         with self._settling:
             while self._comparing:
                 comparing = self._comparing[0]
-                may_wait = self.streams is None or wait or len(self._comparing) > _MOST_OPEN
+                checksums = sum(not each.asks for each in self._comparing)
+                may_wait = self.streams is None or wait or checksums > _MOST_OPEN
                 if not may_wait and not comparing.work.query():
                     return
                 self._comparing.popleft()
@@ -209,24 +237,27 @@ class Watch:
                 comparing.work.synchronize()
         except RuntimeError as error:
             raise self.explain(CommError(str(error))) from error
-        largest, smallest = comparing.both.tolist()
-        if largest != -smallest:
+        largest, smallest = comparing.values()
+        if comparing.asks:
+            differ = any(most and not least for most, least in zip(largest, smallest, strict=True))
+        else:
+            differ = largest != smallest
+        if differ:
             self._comparing.clear()
             ranks = self._axis.ranks
             name = f"{self._name}/{named(ranks)}/{comparing.number}"
             found = _reports(name, ranks, msgspec.json.encode(comparing.names).decode())
             everyone = [None if each is None else msgspec.json.decode(each, type=list[str]) for _, each in found]
-            raise DivergedRanksError(_first_difference(everyone, ranks))
+            raise DivergedRanksError((_written_by_some if comparing.asks else _first_difference)(everyone, ranks))
 
-    def agree(self, flags: list[bool]) -> list[bool]:
-        """Which of `flags` are set on any of the ranks that shard; all of them ask together.
+    def agree(self, written: Sequence[Written], units: Sequence[Named]) -> list[bool]:
+        """Which of these units have been written, as all of the ranks that shard decide together.
 
-        A shard may be written on the rank alone that holds some row. On accelerators, where asking would make the host
-        wait, each rank answers for itself.
+        A shard may be written on the rank alone that holds some row.
         """
         if self._beside is None:
-            return flags
-        found = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+            return self._agree_on_device(written, units)
+        found = torch.tensor(written, dtype=torch.uint8, device="cpu")
         self._asks = True
         try:
             work = wire.all_reduce(self._beside, found, "max")
@@ -237,6 +268,26 @@ class Watch:
         finally:
             self._asks = False
         return [bool(flag) for flag in found.tolist()]
+
+    def _agree_on_device(self, written: Sequence[Written], units: Sequence[Named]) -> list[bool]:
+        """The same without waiting, unless this rank has written what the others may not have."""
+        if self._axis is None or self.streams is None:
+            return [bool(each) for each in written]
+        with torch.inference_mode(False), outside_transforms() if functorch_active() else nullcontext():
+            work, both = self._reduce_on_device(self._axis, self.streams, written)
+        self._asked += 1
+        names = [unit.name for unit, each in zip(units, written, strict=True) if each]
+        asking = _Comparing(work, both, names, f"question {self._asked}", asks=True)
+        self._comparing.append(asking)
+        if Written.HERE not in written:
+            return [bool(each) for each in written]
+        try:
+            work.synchronize()
+        except RuntimeError as error:
+            raise self.explain(CommError(str(error))) from error
+        # What some have not written is not gathered again. All go on until they have seen that, and raise.
+        _, smallest = asking.values()
+        return [each is Written.EVERYWHERE or bool(least) for each, least in zip(written, smallest, strict=True)]
 
     def forget(self) -> None:
         """Drop the events since the last comparison, after a forward or backward failed on this rank."""
@@ -310,6 +361,19 @@ def _first_difference(everyone: list[list[str] | None], ranks: tuple[int, ...]) 
     return (
         "ranks ran different modules in this step, or called fully_shard on different modules before. All ranks must "
         "run the same modules in the same order, and shard the same ones"
+    )
+
+
+def _written_by_some(everyone: list[list[str] | None], ranks: tuple[int, ...]) -> str:
+    """The message for shards that some ranks have written, and others have not."""
+    known = {rank: names for rank, names in zip(ranks, everyone, strict=True) if names is not None}
+    unit = next(name for names in known.values() for name in names if any(name not in each for each in known.values()))
+    wrote = [rank for rank, names in known.items() if unit in names]
+    which = f"rank {wrote[0]}" if len(wrote) == 1 else f"the ranks {wrote}"
+    return (
+        f"{which} wrote to the sharded parameters of {unit!r} after they had been gathered, and other ranks did not, "
+        "so what was computed since then used the former values. On accelerators ranks do not wait for each other to "
+        "find that out: write on all ranks, or call reshard() of the module on all ranks after the write"
     )
 
 

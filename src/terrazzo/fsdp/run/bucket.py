@@ -340,6 +340,15 @@ class Bucket:
             moved.append(i)
         return moved
 
+    def has_gathered(self) -> bool:
+        """Whether the unsharded parameters, which have values, have those of the shards. The host waits for that."""
+        shards = [param.sharded._local.detach() for param in self.params]
+        if self.aliased or not self.shards_intact():
+            return False
+        chunks = self.plan.own_chunks(self.unsharded_locals())
+        with torch.no_grad():
+            return all(torch.equal(self.rounded(i, shards[i]), chunk) for i, chunk in enumerate(chunks))
+
     def put_back(self) -> None:
         """Let unsharded parameters whose `.data` users have set use the memory again that gathers fill."""
         for param, place in zip(self.params, self._places, strict=True):

@@ -334,7 +334,8 @@ class Root:
         """Of units that are not sharded, those whose shards some rank has written since they were gathered."""
         if not kept:
             return ()
-        flags = self.watch.agree([bool(replaced.get(unit)) or unit.was_written() for unit in kept])
+        written = [unit.written(bool(replaced.get(unit)), self.state.where[unit.index]) for unit in kept]
+        flags = self.watch.agree(written, kept)
         return tuple([unit.index for unit, flag in zip(kept, flags, strict=True) if flag])
 
     def save_writes(self, unit: Unit) -> None:

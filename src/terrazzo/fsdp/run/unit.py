@@ -16,6 +16,7 @@ from torch import Tensor
 
 from terrazzo._torch.autograd import in_backward
 from terrazzo.comm.pending import Pending
+from terrazzo.comm.watch import Written
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.meshes import DataMesh, InnerMesh
@@ -74,6 +75,7 @@ class Unit:
         self._arrange([gradients for unit in former for gradients in unit.gradients])
         self._pending: list[tuple[Bucket | Kept, Pending[Any]]] = []
         self._epochs = _Epochs()
+        self._stepped = False  # whether an optimizer has, on all ranks, since the last gather
         self._remarked: set[str] = set()  # parameters that were written to in a step, of which users know
         self._flags_changed = False  # of requires_grad, since the last look
         self.registration = Registration(self.params)
@@ -177,6 +179,23 @@ class Unit:
         for bucket in self.buckets:
             if any(id(param.sharded) in ids for param in bucket.params):
                 bucket.move_epoch()
+                self._stepped = True
+
+    def written(self, replaced: bool, where: Where) -> Written:
+        """Whether shards have been written since they were gathered; or `replaced`, as some were."""
+        if self._stepped:
+            return Written.EVERYWHERE
+        if replaced:
+            return Written.HERE
+        if not self.was_written():
+            return Written.NO
+        epochs, on_device = self._epochs, self.settings.mesh.device.type != "cpu"
+        if not on_device or not where.is_whole or epochs.saved > epochs.gathered:
+            return Written.HERE
+        if not all(bucket.has_gathered() for bucket in self.buckets):
+            return Written.HERE
+        self._epochs = epochs._replace(gathered=self.epoch)  # only read, perhaps on this rank alone
+        return Written.NO
 
     def was_written(self) -> bool:
         """Whether shards have been written to since they were gathered."""
@@ -305,6 +324,7 @@ class Unit:
     def gather(self) -> None:
         """Start to gather the shards of all ranks."""
         self.check_ready()
+        self._stepped = False
         before, now = self._epochs.gathered, self.epoch
         if before != now:
             self._epochs = self._epochs._replace(gathered=now)
