@@ -6,17 +6,27 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from terrazzo.checkpoint.stores import LARGEST, Absent, Entry, MemoryStore, Version
+from terrazzo.checkpoint.stores import LARGEST, Absent, Entry, MemoryStore, Store, Version
 
 
 class Killed(BaseException):
     """The end of a process in the middle of what it does."""
 
 
-class Participant:
-    """A process that works with the store, as a thread that waits before each operation."""
+HERE = threading.local()  # the participant whose thread it is
 
-    def __init__(self, work: Callable[[Any], Any], store: Ordered) -> None:
+
+def wait_for_turn() -> None:
+    """Called before each operation: wait, if a participant's thread calls."""
+    participant = getattr(HERE, "participant", None)
+    if participant is not None:
+        participant.wait()
+
+
+class Participant:
+    """A process that works with a store, as a thread that waits before each operation."""
+
+    def __init__(self, work: Callable[[Any], Any], store: Store) -> None:
         self.done = 0  # operations
         self.ended = False
         self.result: Any = None  # or the error
@@ -24,8 +34,8 @@ class Participant:
         self._killed = False
         self._thread = threading.Thread(target=self._run, args=(work, store), daemon=True)
 
-    def _run(self, work: Callable[[Any], Any], store: Ordered) -> None:
-        store.here.participant = self
+    def _run(self, work: Callable[[Any], Any], store: Store) -> None:
+        HERE.participant = self
         try:
             self.wait()
             self.result = work(store)
@@ -73,34 +83,25 @@ class Ordered(MemoryStore):
 
     lease_seconds = -1.0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.here = threading.local()
-
-    def _wait(self) -> None:
-        participant = getattr(self.here, "participant", None)
-        if participant is not None:
-            participant.wait()
-
     def get(self, key: str, most: int = LARGEST) -> tuple[bytes, Version]:
-        self._wait()
+        wait_for_turn()
         return super().get(key, most)
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
-        self._wait()
+        wait_for_turn()
         return super().put(key, data, only_if=only_if)
 
     def list(self, prefix: str = "") -> list[Entry]:
-        self._wait()
+        wait_for_turn()
         return super().list(prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            self._wait()
+            wait_for_turn()
             super().delete([key])
 
 
-def played(store: Ordered, works: Sequence[Callable[[Any], Any]], turns: Sequence[int]) -> list[Participant]:
+def played(store: Store, works: Sequence[Callable[[Any], Any]], turns: Sequence[int]) -> list[Participant]:
     """The first participant carries out `turns[0]` operations, the second `turns[1]`, and so on in turn, as many as
     there are turns; it is up to the caller what becomes of the rest."""
     participants = [Participant(work, store) for work in works]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,13 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
+from checkpoint.interleavings import played, wait_for_turn
 from terrazzo.checkpoint import load, save
 from terrazzo.checkpoint.formats import DCPWriter
 from terrazzo.checkpoint.native.names import name_as_latest
-from terrazzo.checkpoint.stores import Place, Store
+from terrazzo.checkpoint.stores import ABSENT, Place, Store, Version, fsspec_store
 from terrazzo.checkpoint.stores.fsspec_store import FsspecStore
-from terrazzo.errors import CheckpointError
+from terrazzo.errors import CheckpointError, ConflictError
 
 
 class Killed(BaseException):
@@ -146,11 +150,74 @@ def test_killed_at_any_operation(system: type[Renames], root: str, tmp_path: Pat
             assert read(store) == 2.0
         if not killed:
             break
+        for left in folder.glob("*.tmp"):
+            os.utime(left, (1, 1))  # else the next save would wait for it
         write(store, 3.0)
         assert read(store) == 3.0
         at += 1
     assert at > 2 or root in ("latest", "file.json")
     assert not list(folder.glob("*.tmp")) and not list(folder.glob(".*.tmp"))
+
+
+class InTurns(Renames):
+    """Two processes carry out operations in an order that the test decides."""
+
+    cachable = False
+
+    def _alive(self) -> bool:
+        wait_for_turn()
+        return True
+
+    def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
+        wait_for_turn()
+        return super().ls(path, detail, **options)
+
+    def cat_file(self, path: str, *arguments: Any, **options: Any) -> bytes:
+        wait_for_turn()
+        return super().cat_file(path, *arguments, **options)
+
+
+def test_of_two_that_replace_the_root_one_succeeds_in_every_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    outcomes, chance = set(), random.Random(0)
+    for number, turns in enumerate(product(range(12), range(12), (1, 4, 7))):
+        folder = tmp_path / str(number)
+        store = FsspecStore(str(folder), prepared(folder, InTurns()))
+        version = store.put("root", b"old")
+
+        def put(data: bytes, store: FsspecStore = store, version: Version = version) -> Any:
+            return lambda _: store.put("root", data, only_if=version)
+
+        pair = played(store, [put(b"first"), put(b"second")], turns)
+        while not all(each.ended for each in pair):
+            for each in pair:
+                each.run(chance.randint(1, 7))  # as they wait for times that differ by chance
+        won = [not isinstance(each.result, ConflictError) for each in pair]
+        assert won.count(True) < 2, turns
+        there = bytes(store.get("root")[0])
+        assert there == (b"first" if won[0] else b"second" if won[1] else b"old"), turns
+        assert [entry.key for entry in store.list()] == ["root"], turns
+        outcomes.add(tuple(won))
+    assert outcomes >= {(True, False), (False, True)}
+
+
+def test_what_a_killed_process_left_is_waited_for_only_as_long_as_it_may_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FsspecStore(str(tmp_path), LocalFileSystem())
+    left = tmp_path / "root.0123456789ab.tmp"
+    left.write_bytes(b"x")
+    os.utime(left, (1, 1))
+    version = store.put("root", b"1", only_if=ABSENT)  # at once
+    left.touch()
+    monkeypatch.setattr(fsspec_store, "_PATIENCE", 0.2)
+    assert store.put("root", b"2", only_if=version) == store.present("root")
+    monkeypatch.setattr(FsspecStore, "_check_version", lambda *arguments: time.sleep(0.2))
+    with pytest.raises(ConflictError, match="may count this one as dead"):
+        store.put("root", b"3", only_if=store.present("root"))
+    assert store.get("root")[0] == b"2"
 
 
 def prepared(folder: Path, fs: LocalFileSystem) -> LocalFileSystem:

@@ -1,8 +1,11 @@
 """Checkpoints in file systems of `fsspec`, if `fsspec` and the file system's package are installed.
 
-`fsspec` cannot compare and replace a file atomically. So the root is compared just before it is replaced, and read
-again afterwards. If two jobs commit at the same moment, both may get an error, but neither gets a wrong success. For
-S3, Google Cloud and Azure use `ObjectStore`, which replaces atomically.
+`fsspec` cannot compare and replace a file atomically. So a job that replaces the root writes a temporary file beside it
+first, and then lists those of other jobs. Of two jobs at least one sees the other's, takes its own away, and waits; so
+between the comparison and the replacement of one job there is none of another job. A job that needs longer than
+`_PATIENCE` gives up, and one that is seen for longer counts as dead: only if a process stands still for so long while
+the file system moves its file, it may replace a root that another job has committed meanwhile. Two jobs at once may
+both get an error. For S3, Google Cloud and Azure use `ObjectStore`, which replaces atomically.
 
 A file that may exist is written under a temporary name and moved. Where the file system renames, readers get the old
 file or the new one. Where it copies instead, or cannot move over an existing file, a process that is killed at that
@@ -11,6 +14,8 @@ moment can leave a file that is cut off, but then the temporary one has all of i
 
 from __future__ import annotations
 
+import random
+import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -34,6 +39,7 @@ from terrazzo.checkpoint.stores.base import (
 )
 from terrazzo.errors import CheckpointValueError, ConflictError
 
+_PATIENCE: Final = 60.0  # seconds after which a job that replaces a file counts as dead
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "created")  # file systems use different names
 
 
@@ -126,23 +132,55 @@ class FsspecStore(Store):
         return data, version_of(data)
 
     def put(self, key: str, data: bytes | memoryview, *, only_if: Absent | Version | None = None) -> Version:
-        self._check_version(key, only_if)
-        self._write(key, bytes(data))
+        if not data:  # it cannot be cut off
+            self._check_version(key, only_if)
+            self._fs.pipe_file(self._path(key), b"")
+            return version_of(data)
+        temporary, begun = self._begun(key, bytes(data), alone=only_if is not None)
+        try:
+            self._check_version(key, only_if)
+            if only_if is not None and time.monotonic() - begun > _PATIENCE / 2:
+                raise ConflictError(
+                    f"{self._url}/{key} was not replaced: it took more than {_PATIENCE / 2:.0f} seconds, after which "
+                    "another save may count this one as dead; save again"
+                )
+        except BaseException:
+            self.delete([temporary])
+            raise
+        try:
+            self._move(temporary, key)
+        except Exception:  # of whatever type in each file system
+            self._fs.pipe_file(self._path(key), bytes(data))  # raises if that is not the cause
+            self.delete([temporary])
         if only_if is not None and self.present(key) != version_of(data):
             raise ConflictError(f"{self._url}/{key} was replaced by another save at the same time")
         return version_of(data)
 
-    def _write(self, key: str, data: bytes) -> None:
-        if not data:  # it cannot be cut off
-            self._fs.pipe_file(self._path(key), data)
-            return
-        temporary = f"{key}.{uuid.uuid4().hex[:12]}{TEMPORARY}"
-        self._fs.pipe_file(self._path(temporary), data)
-        try:
-            self._move(temporary, key)
-        except Exception:  # of whatever type in each file system
-            self._fs.pipe_file(self._path(key), data)  # raises if that is not the cause
+    def _begun(self, key: str, data: bytes, *, alone: bool) -> tuple[str, float]:
+        """The name of a temporary file with these bytes that is to replace another file, and when it was begun.
+
+        With `alone`, there is none of another process: it waits for those of others, except those that have been there
+        for so long that they were left by a process that was killed.
+        """
+        seen: dict[str, float] = {}
+        end = time.monotonic() + 2 * _PATIENCE
+        while True:
+            temporary, begun = f"{key}.{uuid.uuid4().hex[:12]}{TEMPORARY}", time.monotonic()
+            self._fs.pipe_file(self._path(temporary), data)
+            there = self.list(f"{key}.") if alone else []
+            dates = {entry.key: entry.modified for entry in there if entry.key.endswith(TEMPORARY)}
+            own = dates.pop(temporary, 0)
+            others = [
+                name
+                for name, date in dates.items()
+                if begun - seen.setdefault(name, begun) < _PATIENCE and not 0 < date < own - _PATIENCE
+            ]
+            if not others:
+                return temporary, begun
             self.delete([temporary])
+            if time.monotonic() > end:
+                raise ConflictError(f"{self._url}/{key} was not replaced, because other saves replace it; save again")
+            time.sleep(random.uniform(0.05, 0.5))
 
     def _move(self, temporary: str, key: str) -> None:
         """Rename a file, over another one if there is one; raises if the file system cannot."""
