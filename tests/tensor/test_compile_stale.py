@@ -238,6 +238,10 @@ SEEN = {1.0}
 QUEUE: deque[Any] = deque([1.0])
 ARRAY = np.ones(1)
 MANY = set(range(1001))
+LONG = [1.0] * 1001
+WORDS = {str(i): 1.0 for i in range(1001)}
+NESTED = [[1.0]] * 1001
+SIGN = 0.0
 VARIABLE: ContextVar[float] = ContextVar("variable", default=1.0)
 
 
@@ -259,6 +263,19 @@ def by_array(x: torch.Tensor) -> torch.Tensor:
 
 def by_many(x: torch.Tensor) -> torch.Tensor:
     return x * (1.0 if 0 in MANY else 2.0)
+
+
+def by_long(x: torch.Tensor) -> torch.Tensor:
+    return x * LONG[-1] * WORDS["1000"]
+
+
+def by_nested(x: torch.Tensor) -> torch.Tensor:
+    return x * NESTED[0][0]
+
+
+def appending(x: torch.Tensor) -> torch.Tensor:
+    LONG.append(2.0)
+    return x * 2
 
 
 def adding(x: torch.Tensor) -> torch.Tensor:
@@ -325,12 +342,54 @@ def test_sets_and_deques_are_compared():
     for item.scale in (1.0, 2.0, 1.0):
         assert fast(torch.ones(2)).tolist() == [item.scale] * 2
     QUEUE.pop()
-    with pytest.raises(CaptureError, match="it changes .*SEEN"):
-        terrazzo.compile(adding, backend="aot_eager", fullgraph=True)(torch.ones(2))
-    assert SEEN == {1.0}
+    for function, what in ((adding, "SEEN"), (appending, "LONG")):
+        with pytest.raises(CaptureError, match=f"it changes .*{what}"):
+            terrazzo.compile(function, backend="aot_eager", fullgraph=True)(torch.ones(2))
+    assert SEEN == {1.0} and len(LONG) == 1001
 
 
-@pytest.mark.parametrize(("function", "what"), [(by_array, "ARRAY"), (by_many, "MANY")])
+def test_long_lists_and_dicts_are_compared():
+    fast = terrazzo.compile(by_long, backend="aot_eager", fullgraph=True)
+    for holder, place in ((LONG, -1), (WORDS, "1000")):
+        for value in (1.0, 1.0, 2.0, 1.0):
+            holder[place] = value
+            assert fast(torch.ones(2)).tolist() == [value] * 2
+    before = len(terrazzo.compile_report(fast).graphs)
+    fast(torch.ones(2))
+    assert len(terrazzo.compile_report(fast).graphs) == before
+    for change, undo in (
+        (lambda: WORDS.update(new=1.0), lambda: WORDS.pop("new")),
+        (lambda: LONG.append(1.0), LONG.pop),
+    ):
+        change()
+        assert fast(torch.ones(2)).tolist() == [1.0, 1.0]
+        undo()
+
+
+def test_numbers_that_python_takes_for_equal_are_others(unchanged):
+    """0.0 and -0.0, 1 and 1.0 and True; and a NaN is the same as another."""
+    fast = terrazzo.compile(lambda x, s: 1 / (x * s), backend="aot_eager", fullgraph=True)
+    for s in (0.0, -0.0, np.float64(0.0), np.float64(-0.0), 1, 1.0, True):
+        assert torch.equal(fast(torch.ones(2), s), 1 / (torch.ones(2) * s)), s
+    parts = terrazzo.compile(lambda x, s: torch.view_as_real(x * s.conjugate()).reciprocal(), backend="aot_eager")
+    for s in (complex(1, 0.0), complex(1, -0.0)):
+        assert torch.equal(parts(torch.ones(2), s), torch.view_as_real(torch.ones(2) * s.conjugate()).reciprocal()), s
+    keys = terrazzo.compile(lambda x, d: [x * key for key in d], backend="aot_eager", fullgraph=True)
+    for key in (1, 1.0, True):
+        assert (
+            keys(torch.ones(2, dtype=torch.int64), {key: 0})[0].dtype == (torch.ones(1, dtype=torch.int64) * key).dtype
+        )
+    by_sign = terrazzo.compile(lambda x: 1 / (x * SIGN), backend="aot_eager", fullgraph=True)
+    for sign in (0.0, -0.0, 0.0):
+        globals().update(SIGN=sign)
+        assert by_sign(torch.ones(2)).tolist() == [float("inf") if str(sign) == "0.0" else float("-inf")] * 2
+    filled = terrazzo.compile(lambda x, s: x.clamp(min=s), backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        filled(torch.ones(2), float("nan"))
+    assert [graph.calls for graph in terrazzo.compile_report(filled).graphs] == [3]
+
+
+@pytest.mark.parametrize(("function", "what"), [(by_array, "ARRAY"), (by_many, "MANY"), (by_nested, "NESTED")])
 def test_what_cannot_be_compared_is_refused_with_its_place(function, what):
     with pytest.raises(CaptureError, match=f"it uses {what} in the function at .*test_compile_stale.py") as info:
         terrazzo.compile(function, backend="aot_eager", fullgraph=True)(torch.ones(2))

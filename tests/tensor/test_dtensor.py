@@ -39,6 +39,7 @@ from terrazzo.tensor import (
 )
 from terrazzo.tensor.debug import CommDebugMode
 from terrazzo.tensor.dispatch import keys
+from terrazzo.tensor.dtensor import key_of_call
 
 pytestmark = pytest.mark.on_late(both=True)
 
@@ -840,6 +841,19 @@ def many_threads() -> None:
 
 def test_threads_share_the_plans() -> None:
     run_ranks(1, many_threads)
+
+
+def kinds_of_numbers() -> None:
+    """What Python takes for equal and PyTorch does not has keys of its own."""
+    x = distribute_tensor(torch.ones(2, 2), init_device_mesh(device_type(), (1,)), [Replicate()])
+    numbers = [0, 0.0, -0.0, False, 0j, complex(0, -0.0)]
+    numbers += [np.float64(0), np.float64(-0.0), np.float32(-0.0), np.int64(0)]
+    found = {key_of_call(F.pad, (x, (1, 1)), {"value": number}) for number in numbers}
+    assert len(found) == len(numbers)
+
+
+def test_numbers_that_python_takes_for_equal_have_other_routes() -> None:
+    run_ranks(1, kinds_of_numbers)
 
 
 def many_shapes() -> None:

@@ -288,7 +288,7 @@ class Program(NotSearched):
             where = f" in the function at {file}:{line}" if file else ""
             raise CaptureError(
                 f"terrazzo.compile cannot capture {self.name}: it uses {label}{where}, a {kind}, whose contents cannot "
-                "be compared at each call: keep them in a tuple, list, dict or tensor",
+                "be compared at each call: keep them in a tensor, or in a tuple, list or dict of at most 1000 items",
                 operation=label,
                 file=file,
                 line=line,

@@ -36,7 +36,7 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
-from terrazzo.graphs.values import has_data
+from terrazzo.graphs.values import digits_of, has_data
 
 SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
 # Their functions are not searched; the last four are what PyTorch runs, for sizes, types and the order of products.
@@ -46,7 +46,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {
 _TABLES = ("_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-_MOST_ITEMS = 1000  # a longer list or dict is taken for data, not settings
+_MOST_ITEMS = 1000  # a longer list or dict is not searched: its items are compared if they are numbers and the like
 _UNCOMPARABLE = (set, deque, bytearray, array.array, np.ndarray)  # sets and deques, if they are long or subclasses
 _OBSERVERS = (logging.Logger.handle.__code__, warnings._showwarnmsg.__code__)  # type: ignore[attr-defined]
 _ANY_NAME = frozenset(("getattr", "vars", "__dict__", "attrgetter"))  # what reads attributes that code does not name
@@ -104,7 +104,7 @@ class Executed:
     def line_with(self, name: str) -> tuple[str, int] | None:
         """The file and first line of a function that uses `name`."""
         for code in self.codes:
-            if name in code.co_names:
+            if name in code.co_names or name in code.co_freevars:
                 return code.co_filename, code.co_firstlineno
         return None
 
@@ -170,21 +170,23 @@ class _Variable(_Cell):
 
 
 class _Elements(_Cell):
-    """The elements of a set or deque, as a mapping with one name: the same tuple until they change."""
+    """The elements of a set, deque, list or dict, as a mapping with one name: the same tuple until they change."""
 
     def __init__(self, cell: Any) -> None:
         self.cell = cell
         self._seen: tuple[Any, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
-        now = tuple(self.cell)
+        now = tuple(chain.from_iterable(self.cell.items()) if isinstance(self.cell, dict) else self.cell)
         if len(now) != len(self._seen) or not all(map(is_, now, self._seen)):
             self._seen = now
         return self._seen
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.cell.clear()
-        (self.cell.update if isinstance(self.cell, set) else self.cell.extend)(value)
+        if isinstance(self.cell, dict):
+            value = zip(value[::2], value[1::2], strict=True)
+        (self.cell.update if isinstance(self.cell, set | dict) else self.cell.extend)(value)
 
 
 class _Attributes:
@@ -245,7 +247,7 @@ class Container:
 
     def _number(self, values: tuple[Any, ...]) -> int:
         # Objects are kept alive, so that no other object gets their ids.
-        key = tuple((type(v), v) if isinstance(v, SCALARS) else _Same(v) for v in values)
+        key = tuple((type(v), digits_of(v)) if isinstance(v, SCALARS) else _Same(v) for v in values)
         return self._numbers.setdefault(key, len(self._numbers))
 
 
@@ -346,6 +348,8 @@ class Surroundings:
         elif isinstance(value, list | tuple | dict):
             if len(value) <= _MOST_ITEMS:
                 self._container(label, value)
+            else:
+                self._many(label, value)
             if type(value) not in (list, tuple, dict):
                 self._object(label, value)
         elif isinstance(value, ModuleType):
@@ -364,8 +368,7 @@ class Surroundings:
             elements = _Elements(value)
             self._value(label, elements, label, elements[label])
         elif isinstance(value, _UNCOMPARABLE):
-            if self.uncomparable is None:
-                self.uncomparable = label, type(value).__name__
+            self._refuse(label, value)
         else:
             self._object(label, value)
 
@@ -475,6 +478,19 @@ class Surroundings:
         for name, item in items.items():
             if not isinstance(item, torch.Tensor):
                 self._search(f"{label}[{name!r}]", item)
+
+    def _many(self, label: str, value: Any) -> None:
+        """A long list, tuple or dict: compared as a whole, without a search for what is in it."""
+        if not all(isinstance(item, SCALARS) for item in (value.values() if isinstance(value, dict) else value)):
+            self._refuse(label, value)
+        elif not isinstance(value, tuple):
+            elements = _Elements(value)
+            self._value(label, elements, label, elements[label])
+
+    def _refuse(self, label: str, value: Any) -> None:
+        if self.uncomparable is None:
+            many = f" of {len(value)} items" if isinstance(value, list | tuple | dict) else ""
+            self.uncomparable = label, type(value).__name__ + many
 
     def _add(self, label: str, holder: Any, tensors: list[Any], settings: list[Any], sized: bool = True) -> None:
         if sized and not isinstance(holder, tuple):

@@ -45,16 +45,26 @@ def collect(value: Any, key: list[Any], tensors: list[Any]) -> None:
             collect(item, key, tensors)
     elif kind is dict:
         key.append(dict)
-        key.append(tuple(value))
-        for item in value.values():
+        key.append(len(value))
+        for name, item in value.items():
+            collect(name, key, tensors)
             collect(item, key, tensors)
     elif isinstance(value, slice):
-        key += (slice, value.start, value.stop, value.step)
+        key.append(slice)
+        for bound in (value.start, value.stop, value.step):
+            collect(bound, key, tensors)
     elif isinstance(value, _CONSTANTS):
         key.append(kind)
-        key.append(value)
+        key.append(digits_of(value) if isinstance(value, float | complex) else value)
     else:
         _collect_other(value, key, tensors)
+
+
+def digits_of(value: Any) -> Any:
+    """What identifies a number among those of its type: 0.0 equals -0.0, and a NaN does not equal itself."""
+    if isinstance(value, float):
+        return value.hex()
+    return (value.real.hex(), value.imag.hex()) if isinstance(value, complex) else value
 
 
 def _collect_other(value: Any, key: list[Any], tensors: list[Any]) -> None:

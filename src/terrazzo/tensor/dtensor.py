@@ -174,8 +174,8 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
         raise Unkeyable("a plain tensor")
     if isinstance(value, torch.Generator):
         raise Unkeyable("a generator")
-    if isinstance(value, Number) and func in any_number:  # one of NumPy's
-        key.append(kind)
+    if isinstance(value, Number):  # one of NumPy's
+        key.append(kind if func in any_number else (kind, repr(value)))  # which differs for 0.0 and -0.0
         return value
     try:
         hash(value)
