@@ -1,21 +1,29 @@
-"""Two jobs on one store in memory: one is paused before one of its operations until the other has ended."""
+"""Two jobs on one store: one is paused before one of its operations until the other has ended."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from checkpoint.faults import OPERATIONS
 from terrazzo.checkpoint.stores import MemoryStore, Store
 
 END = 10_000  # more than any job has operations
 
 
-class Pause:
-    """Pauses the threads of a job before its operation number `at`."""
+class Death(BaseException):
+    """What a job that has died does: nothing more."""
 
-    def __init__(self, at: int = END) -> None:
+
+class Pause:
+    """Pauses the threads of a job before its operation number `at`; or lets it die there, if it `dies`."""
+
+    def __init__(self, at: int = END, dies: bool = False) -> None:
         self.at = at
+        self.dies = dies
         self.count = 0
         self.reached, self.go = threading.Event(), threading.Event()
         self._lock = threading.Lock()
@@ -23,6 +31,8 @@ class Pause:
     def step(self) -> None:
         with self._lock:
             number, self.count = self.count, self.count + 1
+        if self.dies and number >= self.at:
+            raise Death
         if number == self.at:
             self.reached.set()
             assert self.go.wait(60)
@@ -58,6 +68,24 @@ class PausingStore(Store):
 
     def now(self) -> float:
         return self._store.now()
+
+
+class PausingSystem:
+    """`os` as one job's `LocalStore` uses it."""
+
+    def __init__(self, pause: Pause) -> None:
+        self._pause = pause
+
+    def __getattr__(self, name: str) -> Any:
+        function = fcntl.flock if name == "flock" else getattr(os, name)
+        if name not in OPERATIONS:
+            return function
+
+        def paused(*arguments: Any) -> Any:
+            self._pause.step()
+            return function(*arguments)
+
+        return paused
 
 
 def interleaved(at: int, first: Callable[[Pause], Any], second: Callable[[], Any]) -> tuple[Any, Any, bool]:

@@ -281,3 +281,21 @@ def test_a_lease_that_was_removed_stays_lost(monkeypatch: pytest.MonkeyPatch) ->
         assert commit.lost and not commit.is_held()
         with pytest.raises(ConflictError, match="taken this one for dead"):
             commit.check_alive([], store.list())
+
+
+def test_a_sweep_removes_no_file_that_has_come_in_between(tmp_path: Path) -> None:
+    """Of two that find the lock of a dead process one is late: the other has removed it, and a third has its own."""
+    path = tmp_path / "manifest.terrazzo.lock"
+    path.touch()
+
+    class Late:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def flock(self, fd: int, operation: int) -> None:
+            path.unlink()
+            path.write_text("another process's")
+            fcntl.flock(fd, operation)
+
+    LocalStore(tmp_path, Late()).delete_ended([path.name])
+    assert path.read_text() == "another process's"

@@ -187,6 +187,19 @@ def test_conditional_puts(store: Store) -> None:
     assert keys(store) == ["root"]
 
 
+def test_conditional_removals(store: Store) -> None:
+    old = store.put("root", b"1")
+    new = store.put("root", b"2")
+    with pytest.raises(ConflictError):
+        store.delete_if("root", old)
+    assert bytes(store.get("root")[0]) == b"2"
+    store.delete_if("root", new)
+    assert not store.exists("root")
+    with pytest.raises(ConflictError):
+        store.delete_if("root", new)
+    assert store.list() == []
+
+
 def test_of_many_writers_from_one_version_one_wins(store: Store) -> None:
     if isinstance(store, FsspecStore):
         pytest.skip("fsspec has no conditional writes")

@@ -290,6 +290,10 @@ class HostsStore(Store):
             host.put(key, data)
         return version_of(data)
 
+    def delete_if(self, key: str, version: Version) -> None:
+        self._check_version(key, version)
+        self.delete([key])
+
     def is_link(self, name: str) -> bool:
         return any(host.is_link(name) for host in self.all)
 

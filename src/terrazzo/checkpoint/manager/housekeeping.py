@@ -24,9 +24,9 @@ from terrazzo.checkpoint.manager.committing import Teams
 from terrazzo.checkpoint.manager.hosts import HostsStore, PeerStore
 from terrazzo.checkpoint.manager.job import JobLease
 from terrazzo.checkpoint.manager.policies import UNTIL_COPIED
-from terrazzo.checkpoint.manager.records import Record, held, is_held, remove
+from terrazzo.checkpoint.manager.records import Record, held, remove
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
-from terrazzo.checkpoint.native.commit import Commit, read_manifest, remove_leftovers
+from terrazzo.checkpoint.native.commit import Commit, has_manifest, is_held, read_manifest, remove_leftovers
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.names import name_as_latest, name_of_step
 from terrazzo.checkpoint.native.root import Root
@@ -143,7 +143,7 @@ class Housekeeping:
             raise CheckpointExistsError(f"cannot replace {target.location}, which cannot be read: move it away")
         if catalog.is_link(record.step):
             raise CheckpointExistsError(f"cannot replace {target.location}, which is a link: remove the link")
-        if target.exists(MANIFEST) and is_held(target):
+        if has_manifest(target) and is_held(target):
             raise CheckpointExistsError(f"cannot replace {target.location} while it is being read")
         with held(local.catalog, record.step):
             source = local.catalog.store_of(record.step)
@@ -249,9 +249,13 @@ class Loading:
         local = self.tiers.fast
 
         def discard() -> None:
-            if not remove(local.catalog, self.record.step):
-                where = local.catalog.store_of(self.record.step).location
-                LOGGER.warning("%s is damaged, but is not removed because it is being read", where)
+            where = local.catalog.store_of(self.record.step).location
+            try:
+                why = remove(local.catalog, self.record.step)  # its record may be damaged, too
+            except CheckpointCorruptError as error:
+                why = str(error)
+            if why is not None:
+                LOGGER.warning("%s is damaged, but is not removed: %s", where, why)
 
         self.ranks.team(f"removing the damaged step {self.record.step} from {local.root}").first(discard)
 

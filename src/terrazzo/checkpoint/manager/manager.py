@@ -35,9 +35,10 @@ from terrazzo.checkpoint.manager.committing import Teams, Unmade, save_named
 from terrazzo.checkpoint.manager.housekeeping import Housekeeping, Loading
 from terrazzo.checkpoint.manager.job import JobLease
 from terrazzo.checkpoint.manager.policies import Best, KeepPolicy, Moment, SaveEvery, SavePolicy, parts_of
-from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, checked_step, held, is_held
+from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, checked_step, held
 from terrazzo.checkpoint.manager.tiers import Looked, Which, choose, in_order_of_merit, open_tiers
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
+from terrazzo.checkpoint.native.commit import is_held
 from terrazzo.checkpoint.native.names import check_holds_checkpoints, name_of_step
 from terrazzo.checkpoint.planner import LoadPlanner, SavePlanner
 from terrazzo.checkpoint.run.coordination import Failure, failure_of, find_team

@@ -8,8 +8,8 @@ lease first, then looks for readers. If both happen at the same time, at least o
 so no checkpoint is removed while it is read. In stores without locks a lease expires, so a thread renews a reader's
 lease.
 
-A removal deletes the manifest first. The other files are then like those of a failed save, and are removed now or, if
-this process dies, by a later removal.
+A removal deletes the manifest first, on condition that it is the one for which the removal was decided. The other files
+are then like those of a failed save, and are removed now or, if this process dies, by a later removal.
 """
 
 from __future__ import annotations
@@ -26,13 +26,25 @@ from typing import Any, Final
 
 import msgspec
 
-from terrazzo.checkpoint.native.commit import ended, remove_leftovers, sweep, temporary_of
+from terrazzo.checkpoint.native.commit import (
+    LEASE,
+    READER,
+    REMOVER,
+    SAVER,
+    ended,
+    has_manifest,
+    is_held,
+    leases,
+    remove_leftovers,
+    sweep,
+    temporary_of,
+)
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.listing import NativeListing
 from terrazzo.checkpoint.native.names import JOB, LATEST, name_of_step, named_by_latest, step_of_name
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores import SMALL, Entry, Place, Store
-from terrazzo.checkpoint.stores.base import TEMPORARY
+from terrazzo.checkpoint.stores.base import GONE, TEMPORARY, Absent
 from terrazzo.errors import (
     CheckpointCorruptError,
     CheckpointError,
@@ -40,6 +52,7 @@ from terrazzo.errors import (
     CheckpointIOError,
     CheckpointManagerError,
     CheckpointNotFoundError,
+    ConflictError,
 )
 
 VALUE: Final = "checkpoint_manager"  # the name of the record among a checkpoint's values
@@ -186,7 +199,8 @@ class Catalog:
     def _entry(self, step: int) -> Entry | None:
         store = self.store_of(step)
         try:
-            return store.stat(MANIFEST)
+            entry = store.stat(MANIFEST)
+            return entry if entry.size != len(GONE) or has_manifest(store) else None
         except FileNotFoundError:
             if not self.is_link(step):
                 return None
@@ -203,7 +217,7 @@ class Catalog:
         try:
             record = _read_record(store, step)
         except FileNotFoundError as error:
-            if not store.exists(MANIFEST):  # it was just removed
+            if not has_manifest(store):  # it was just removed
                 return None
             raise CheckpointCorruptError(f"{store.location}: a file of the checkpoint is missing: {error}") from error
         is_final = now - first > _UNIT or time.time() - entry.modified > _OLD
@@ -244,9 +258,6 @@ def read_reasons(root: Place) -> dict[int, list[str]]:
 
 
 _SOONEST: Final = 0.1  # seconds between two renewals
-_READER: Final = "read-"
-_REMOVER: Final = "remove-"
-_LEASE: Final = ".lease"
 
 
 @contextmanager
@@ -257,18 +268,18 @@ def held(catalog: Catalog, step: int) -> Iterator[None]:
     """
     store = catalog.store_of(step)
     gone = CheckpointNotFoundError(f"{store.location} has no complete checkpoint, or it is being removed")
-    if not store.exists(MANIFEST):
+    if not has_manifest(store):
         raise gone
     with ExitStack() as lease:
         try:
-            lease.enter_context(_lease(store, _READER))
+            lease.enter_context(_lease(store, READER))
         except (OSError, NotImplementedError) as error:
             catalog.tell(
                 f"{catalog.root}: what is read there is not held, so that a run that saves there may remove it "
                 "meanwhile, and reading then raises an error",
                 error,
             )
-        if is_held(store, _REMOVER) or not store.exists(MANIFEST):
+        if is_held(store, REMOVER) or not has_manifest(store):
             lease.close()
             with suppress(OSError):  # it stays for a later removal
                 catalog.root.store.remove_folder(name_of_step(step))
@@ -276,36 +287,54 @@ def held(catalog: Catalog, step: int) -> Iterator[None]:
         yield
 
 
-def is_held(store: Store, kind: str = _READER) -> bool:
-    """Whether there is a reader of a checkpoint (or a removal)."""
-    leases = _leases(store, kind)
-    return len(ended(store, leases)) < len(leases)
+def remove(catalog: Catalog, step: int, judged: Record | None = None) -> str | None:
+    """Remove a checkpoint; returns why not, if it is not removed.
 
-
-def remove(catalog: Catalog, step: int) -> bool:
-    """Remove a checkpoint; returns False if a reader holds it."""
+    `judged` is the record for which that was decided: another checkpoint that is there now stays. Without it what is
+    there now is removed. In either case only that manifest is removed, and none that another job commits meanwhile.
+    """
     store = catalog.store_of(step)
     if catalog.is_link(step):
         raise CheckpointManagerError(f"{store.location} is a link or a mount point, and nothing is removed through it")
-    with _lease(store, _REMOVER):  # while it lasts, no reader can begin to hold the checkpoint
-        if is_held(store):
-            return False
-        store.delete([MANIFEST])
-        store.sync()
+    with _lease(store, REMOVER):  # while it lasts, no reader can begin to hold the checkpoint
+        version = store.present(MANIFEST)
+        if not isinstance(version, Absent):
+            if judged is not None and _read_record(store, step) != judged:
+                return "replaced"
+            if is_held(store):
+                return "being read"
+            if is_held(store, SAVER):
+                return "being saved"
+            try:
+                store.delete_if(MANIFEST, version)
+            except ConflictError:
+                return "replaced"
+            store.sync()
         remove_leftovers(store)
     clear(catalog, step)
-    return True
+    return None
 
 
 def clear(catalog: Catalog, step: int) -> None:
     """Remove files that ended saves, readers and removals have left, and the folder if it has no checkpoint."""
     store = catalog.store_of(step)
     remove_leftovers(store)
-    left = [*_leases(store, _READER), *_leases(store, _REMOVER)]
+    _clear_removed(store)
+    left = [*leases(store, READER), *leases(store, REMOVER)]
     left += [entry for entry in store.list(".") if entry.key.endswith(TEMPORARY)]  # incomplete copies
     sweep(store, ended(store, left))
     if not store.exists(MANIFEST):
         catalog.root.store.remove_folder(name_of_step(step))
+
+
+def _clear_removed(store: Store) -> None:
+    """Delete a manifest that a removal has replaced by `GONE`, and which has died before it could delete it."""
+    with suppress(FileNotFoundError):
+        if store.stat(MANIFEST).size != len(GONE):
+            return
+        with _lease(store, REMOVER):  # a save that begins now finds it, and does not go on
+            if not is_held(store, SAVER) and not has_manifest(store):
+                store.delete([MANIFEST])
 
 
 def clear_all(catalog: Catalog, spared: Collection[int]) -> None:
@@ -324,7 +353,7 @@ def clear_all(catalog: Catalog, spared: Collection[int]) -> None:
 def _lease(store: Store, kind: str) -> Iterator[None]:
     """Hold a lease, which a thread renews, while the context lasts."""
     while True:
-        key = f"{kind}{uuid.uuid4().hex[:12]}{_LEASE}"
+        key = f"{kind}{uuid.uuid4().hex[:12]}{LEASE}"
         with suppress(FileExistsError):  # it was removed as expired: create it again
             lease = store.lease(key)
             break
@@ -345,10 +374,6 @@ def _lease(store: Store, kind: str) -> Iterator[None]:
         finally:
             over.set()
             thread.join()  # or it could write the lease again
-
-
-def _leases(store: Store, kind: str) -> list[Entry]:
-    return [entry for entry in store.list(kind) if entry.key.endswith(_LEASE)]
 
 
 # ------------------------------------------------------------------ for commands and the viewer

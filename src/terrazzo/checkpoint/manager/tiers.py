@@ -86,8 +86,8 @@ class Tier:
                 check()
                 if self.catalog.is_link(record.step):
                     reasons[record.step] = ["a link"]
-                elif not remove(self.catalog, record.step):
-                    reasons[record.step] = ["being read"]
+                elif (reason := remove(self.catalog, record.step, record)) is not None:
+                    reasons[record.step] = [reason]
                 else:
                     self.removed[record.step] = record.saved
             reasons |= {step: ["cannot be read"] for step in unreadable}

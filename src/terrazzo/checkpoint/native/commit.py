@@ -31,6 +31,7 @@ from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores.base import (
     ABSENT,
     CLOCK,
+    GONE,
     LARGEST,
     LOCK,
     TEMPORARY,
@@ -50,12 +51,23 @@ from terrazzo.errors import (
 )
 
 RENEW_SECONDS = 60.0  # far less than what makes a lease an ended one
+SAVER, READER, REMOVER = "save-", "read-", "remove-"  # how the names of leases begin
+LEASE = ".lease"
 
 
 def read_manifest(store: Store) -> Root:
     """The root of the checkpoint that is valid now; raises `FileNotFoundError` if there is none."""
     data, _ = store.get(MANIFEST)
+    if data == GONE:
+        raise FileNotFoundError(f"{store.location}: the checkpoint was removed")
     return Root(data, store.location)
+
+
+def has_manifest(store: Store) -> bool:
+    """Whether there is a checkpoint, which may be damaged: a manifest that was not removed."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return store.stat(MANIFEST).size != len(GONE) or store.get(MANIFEST)[0] != GONE
+    return False
 
 
 def committed_manifest(store: Store) -> Root:
@@ -79,6 +91,7 @@ class Commit:
         self._store = store
         self._root = root
         self.replacing: Absent | Version = ABSENT  # the root's version when the save began, or as it was put last
+        self._was_removed = False  # whether the root was one that is removed
         self.lost = False  # whether another save has taken this one for dead
         self._before: bytes | bytearray | None = None  # the root's bytes when the save began
         self._is_put: bool | None = False  # None: a put has raised, and may have taken effect
@@ -91,10 +104,14 @@ class Commit:
 
     def begin(self, *, overwrite: bool = True, most: int = LARGEST) -> bytes | bytearray | None:
         """The root that is there, or None. From now on, another save that commits makes `put` fail."""
-        self.replacing, self._before, self._is_put = ABSENT, None, False
+        self.replacing, self._before = ABSENT, None
+        self._is_put = self._was_removed = False
         try:
             data, self.replacing = self._store.get(self._root, most)
         except FileNotFoundError:
+            return None
+        if data == GONE:
+            self._was_removed = True
             return None
         self._before = data
         if not overwrite:
@@ -107,7 +124,11 @@ class Commit:
         """Take the lease of a save: while it is held, no other save removes the files of this one."""
         self.release()
         self._save_id, self._renewed, self.lost = save_id, time.monotonic(), False
+        self._store.prepare()  # again: a removal may have removed the empty folder
         self._lease = self._store.lease(lease_name(save_id))
+        if self._was_removed and is_held(self._store, REMOVER):  # which is about to delete the root, whoever put it
+            self.release()
+            raise ConflictError(f"{self._store.location} is being removed by another job: save there later")
 
     def renew(self) -> None:
         """The save goes on: called often, it gives the lease a new date now and then.
@@ -160,9 +181,8 @@ class Commit:
         with suppress(ConflictError):
             if self._before is not None:
                 self._store.put(self._root, memoryview(self._before), only_if=self.replacing)
-            else:
-                self._store.put(self._root, b"", only_if=self.replacing)  # a commit to its place would now fail
-                self._store.delete([self._root])
+            elif not isinstance(self.replacing, Absent):
+                self._store.delete_if(self._root, self.replacing)
             self._is_put = False
 
     def release(self) -> None:
@@ -271,7 +291,8 @@ class Commit:
 
     def _read(self) -> tuple[bytes | bytearray | None, Absent | Version]:
         try:
-            return self._store.get(self._root)
+            data, version = self._store.get(self._root)
+            return None if data == GONE else data, version
         except FileNotFoundError:
             return None, ABSENT
 
@@ -358,6 +379,17 @@ def temporary_of(entries: Iterable[Entry], names: Iterable[str]) -> list[Entry]:
 def ended(store: Store, entries: Iterable[Entry]) -> list[str]:
     """The names of leases and temporary files that no process holds any more."""
     return [entry.key for entry in entries if store.lease_ended(entry.key, entry.modified)]
+
+
+def leases(store: Store, kind: str) -> list[Entry]:
+    """The leases of a kind: `SAVER`, `READER` or `REMOVER`."""
+    return [entry for entry in store.list(kind) if entry.key.endswith(LEASE)]
+
+
+def is_held(store: Store, kind: str = READER) -> bool:
+    """Whether a process holds a lease of a kind: reads the checkpoint, or saves or removes it."""
+    there = leases(store, kind)
+    return len(ended(store, there)) < len(there)
 
 
 def sweep(store: Store, keys: Sequence[str]) -> bool:

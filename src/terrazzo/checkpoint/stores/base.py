@@ -44,6 +44,8 @@ SMALL: Final = 100 << 20
 TEMPORARY: Final = ".tmp"  # suffix of files that are renamed when they are complete
 LOCK: Final = ".lock"
 CLOCK: Final = "clock"  # the name of temporary files of which only the date is wanted
+# What a file holds that is being removed on condition, in stores that cannot do that by one operation.
+GONE: Final = b"terrazzo: removed\n"
 # A save that has not written for so long counts as ended, in stores without locks.
 LEASE_SECONDS: Final = 3600.0
 
@@ -308,6 +310,15 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
         """Remove files; missing ones are no error."""
+
+    def delete_if(self, key: str, version: Version) -> None:
+        """Remove a file that has this version; else `ConflictError`.
+
+        A store that cannot do it by one operation first replaces the file by one that holds `GONE`. Readers take that
+        for absent, and it stays if this process dies.
+        """
+        self.put(key, GONE, only_if=version)
+        self.delete([key])
 
     def delete_ended(self, keys: Iterable[str]) -> None:
         """Remove files that no process held a moment ago; those that one holds now stay, where there are locks."""

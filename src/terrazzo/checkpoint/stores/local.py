@@ -285,6 +285,11 @@ class LocalStore(Store):
     def delete(self, keys: Iterable[str]) -> None:
         self._each(keys, self._unlink)
 
+    def delete_if(self, key: str, version: Version) -> None:
+        with self.locked(key):
+            self._check_version(key, version)
+            self._unlink(key)
+
     def delete_ended(self, keys: Iterable[str]) -> None:
         """Remove files while holding their locks, so that none is removed that another process has just locked."""
         self._each(keys, self._unlink_unlocked)
@@ -310,7 +315,8 @@ class LocalStore(Store):
     def _unlink_unlocked(self, key: str) -> None:
         fd = self._open_to_lock(self._path / key)
         try:
-            if fd is None or self._try_lock(fd) is not False:
+            # Another process may have removed the file meanwhile, and locked a new one of the same name.
+            if fd is None or (self._try_lock(fd) is not False and _is_file_at(self._path / key, fd)):
                 self._unlink(key)
         finally:
             if fd is not None:

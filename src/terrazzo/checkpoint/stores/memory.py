@@ -89,6 +89,12 @@ class MemoryStore(Store):
             for key in keys:
                 self._files.pop(key, None)
 
+    def delete_if(self, key: str, version: Version) -> None:
+        with self._lock:
+            if key not in self._files or Version(str(self._files[key][1])) != version:
+                raise self.conflict(key)
+            del self._files[key]
+
     def folders(self) -> Sequence[str]:
         return [name for name, store in self._folders.items() if store.list() or store.folders()]
 
