@@ -6,6 +6,7 @@ import argparse
 import copy
 import json
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -220,6 +221,9 @@ def check_whole_tensors() -> None:
                 engine.module.head.bias.data[1:] = 5.0
         assert (type(weight).__name__ == "DTensor") is (stage == 3) and whole(weight).eq(2).all()
         assert whole(named["head.bias"])[1:].eq(5).all()
+        with patch.object(engine.module, "parameters", wraps=engine.module.parameters) as walks:
+            with deepspeed.zero.GatheredParameters(list(named.values()), modifier_rank=0):
+                assert walks.call_count <= 1  # not for each of them
         with deepspeed.zero.unwrap_model_for_generation(engine) as model:
             assert model is engine.module
             model(torch.ones(1, 6))

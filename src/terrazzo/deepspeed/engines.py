@@ -12,7 +12,7 @@ from terrazzo.checkpoint.state_dict import StateDictOptions, set_model_state_dic
 from terrazzo.engine import Engine
 from terrazzo.engine.reports import CommsReport
 from terrazzo.errors import EngineCallError
-from terrazzo.fsdp.module import accumulated_gradient, sharded_of, show_whole
+from terrazzo.fsdp.module import accumulated_gradient, sharded_of, sharded_parameters, show_whole
 from terrazzo.tensor import DTensor
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -64,16 +64,16 @@ def accumulated(parameter: Tensor) -> Tensor | None:
     return next((grad for grad in found if grad is not None), None)
 
 
-def is_whole(parameter: Tensor) -> bool:
-    """Whether it is a whole parameter between steps, which users may write to."""
-    return any(shows_whole(e) and any(parameter is p for p in e.module.parameters()) for e in _engines)
+def whole_parameters() -> set[int]:
+    """The ids of all whole parameters between steps, which users may write to."""
+    return {id(parameter) for engine in _engines if shows_whole(engine) for parameter in engine.module.parameters()}
 
 
 def show_again(written: Iterable[Tensor]) -> None:
     """Have whole parameters between steps show what was written to these shards; called on all ranks."""
     # In the order of the parameters, which is the same on all ranks.
-    found = [next((e for e in _engines if sharded_of(e.module, p) is not None), None) for p in written]
-    for engine in dict.fromkeys(engine for engine in found if engine is not None and shows_whole(engine)):
+    owners = {id(p): engine for engine in _engines if shows_whole(engine) for p in sharded_parameters(engine.module)}
+    for engine in dict.fromkeys(owners[id(p)] for p in written if id(p) in owners):
         engine.reshard()
         engine.show()
 

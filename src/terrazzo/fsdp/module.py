@@ -370,6 +370,11 @@ def sharded_of(model: nn.Module, parameter: Tensor) -> Tensor | None:
     return None
 
 
+def sharded_parameters(model: nn.Module) -> list[Tensor]:
+    """All sharded parameters of a model, registered or not."""
+    return [param.sharded for group in _groups(model, True) for param in group.params]
+
+
 def accumulated_gradient(model: nn.Module, parameter: Tensor) -> Tensor | None:
     """What this rank's backwards have added up for a parameter and not reduced, in either form of it; None: nothing."""
     for group in _groups(model, True):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo._torch.dispatching import tree_map
 from terrazzo.comm import axis_of, collectives
-from terrazzo.deepspeed.engines import as_sharded, is_whole, reshard_all, show_again
+from terrazzo.deepspeed.engines import as_sharded, reshard_all, show_again, whole_parameters
 from terrazzo.deepspeed.utils.sharded import copy_into, whole
 from terrazzo.deepspeed.zero.status import mark_as_whole
 from terrazzo.engine.placing import on_device
@@ -62,7 +62,8 @@ class GatheredParameters(ShownAsCall):
 
     def __enter__(self) -> None:
         # While gradients are accumulated the user may pass the unsharded parameter instead of the sharded one.
-        shards = {number: p if is_whole(p) else as_sharded(p) for number, p in self._given.items()}
+        between_steps = whole_parameters()
+        shards = {number: p if number in between_steps else as_sharded(p) for number, p in self._given.items()}
         sharded = {id(p): p for p in shards.values() if isinstance(p, DTensor)}
         self._plain = [p for p in shards.values() if not isinstance(p, DTensor)]
         if sharded:
