@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fsdp.compare import (
@@ -29,6 +30,9 @@ from fsdp.compare import (
 from ranks import device_type, run_ranks
 from terrazzo.errors import FSDPError
 from terrazzo.fsdp import FSDPModule, fully_shard
+from terrazzo.fsdp.group import group_of
+from terrazzo.fsdp.plan.state import Where
+from terrazzo.fsdp.run.root import root_of
 from terrazzo.tensor import DTensor, init_device_mesh
 
 pytestmark = pytest.mark.on_late(both=True)
@@ -255,6 +259,72 @@ def check_backward_after_vmap() -> None:
 
 def test_backward_after_vmap():
     run_ranks(2, check_backward_after_vmap)
+
+
+def total(tensors: Any) -> Tensor:
+    """A sum in which every element has another weight in the gradient."""
+    return sum((each.square().sum() for each in tensors), torch.zeros(()))
+
+
+def dual(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    with forward_ad.dual_level():
+        primal, tangent = forward_ad.unpack_dual(module(forward_ad.make_dual(x, torch.ones_like(x))))
+        return primal, tangent
+
+
+def squared(module: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: module(x).square().sum()
+
+
+# What a backward for the parameters may run through afterwards: values, and derivatives with respect to inputs.
+TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "jvp": lambda m, x: torch.func.jvp(m, (x,), (torch.ones_like(x),)),
+    "tangents alone": lambda m, x: torch.func.jvp(m, (x,), (torch.ones_like(x),))[1:],
+    "forward mode": dual,
+    "grad": lambda m, x: [torch.func.grad(squared(m))(x)],
+    "grad, and the value": lambda m, x: torch.func.grad_and_value(squared(m))(x),
+    "vjp": lambda m, x: (lambda value, pull: (value, *pull(value)))(*torch.func.vjp(m, x)),
+    "the value of a vjp": lambda m, x: torch.func.vjp(m, x)[:1],
+    "grads of samples": lambda m, x: [torch.func.vmap(torch.func.grad(squared(m)))(x)],
+    "jacrev": lambda m, x: [torch.func.jacrev(m)(x[0])],
+    "jacfwd": lambda m, x: [torch.func.jacfwd(m)(x[0])],
+    "hessian": lambda m, x: [torch.func.hessian(squared(m))(x[0])],
+    "grad of a grad": lambda m, x: [torch.func.grad(lambda t: torch.func.grad(squared(m))(t).square().sum())(x)],
+    "jvp of a grad": lambda m, x: torch.func.jvp(torch.func.grad(squared(m)), (x,), (x,)),
+    "among others": lambda m, x: [m(x), torch.func.grad(squared(m))(x), *torch.func.jvp(m, (x,), (x,)), m(x + 1)],
+}
+
+
+def check_backward_after_transforms() -> None:
+    torch.manual_seed(0)
+    reference = Critic()
+    x = torch.randn(3, INPUTS, generator=torch.Generator().manual_seed(1))
+    models: list[Any] = [copy.deepcopy(reference) for _ in range(2)]
+    for model in models:
+        shard_blocks(model, reshard_after_forward=True)
+    apart(models[1])
+    for model in models:
+        for name, transform in TRANSFORMS.items():
+            for module in (reference, model):
+                module.zero_grad()
+                total(transform(module, x)).backward()
+            for (n, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+                assert isinstance(p, DTensor) and (p.grad is None) is (q.grad is None), (name, n)
+                if q.grad is not None:
+                    where = f"{name}, {n}: "
+                    torch.testing.assert_close(
+                        whole(p.grad), q.grad, rtol=1e-4, atol=1e-4, msg=lambda text, where=where: where + text
+                    )
+    for transform in TRANSFORMS.values():  # of which no backward comes
+        transform(model, x)
+    model.zero_grad()
+    check_program(penalty, Critic, shard_blocks)
+    total([model(x)]).backward()
+    assert root_of(group_of(model)).state.where.count(Where.UNSHARDED) == 0
+
+
+def test_backward_after_transforms():
+    run_ranks(2, check_backward_after_transforms)
 
 
 def check_no_graph() -> None:

@@ -104,15 +104,20 @@ is_transformed: Callable[[Tensor], bool] = private(
 )
 
 _inner: Callable[[Tensor], Tensor] = private(
-    "torch._C._functorch.get_unwrapped", "backward through modules of fully_shard that ran inside torch.func.vmap"
+    "torch._C._functorch.get_unwrapped",
+    "backward through modules of fully_shard that ran inside torch.func's transforms",
 )
 
 
-def with_graph(tensor: Tensor) -> Tensor:
-    """The tensor of which autograd has a graph: the one that `torch.func.vmap` has wrapped, if this is its wrapper."""
-    while not tensor.requires_grad and is_transformed(tensor):
+def with_graphs(tensor: Tensor) -> list[Tensor]:
+    """The tensors of which autograd has a graph: this one, and those that `torch.func`'s transforms have wrapped in it,
+    as in a gradient by `torch.func.grad` with respect to inputs, which depends on parameters."""
+    found = [tensor] if tensor.requires_grad else []
+    while is_transformed(tensor):
         tensor = _inner(tensor)
-    return tensor
+        if tensor.requires_grad:
+            found.append(tensor)
+    return found
 
 
 default_setup_context: Any = private(

@@ -156,6 +156,7 @@ _without_dispatch_modes: Any = private("torch.utils._python_dispatch._disable_cu
 _without_function_mode: Any = private("torch.overrides._pop_mode_temporarily", _UNSEEN)
 _dispatch_modes: Callable[[], int] = private("torch._C._len_torch_dispatch_stack", _UNSEEN)
 _function_modes: Callable[[], int] = private("torch._C._len_torch_function_stack", _UNSEEN)
+_may_hook_saved: Callable[[], bool] = private("torch._C._autograd._saved_tensors_hooks_is_enabled", _UNSEEN)
 
 
 @contextmanager
@@ -170,7 +171,8 @@ def unseen() -> Iterator[None]:
             stack.enter_context(_without_dispatch_modes())
         for _ in range(_function_modes()):
             stack.enter_context(_without_function_mode())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+        if _may_hook_saved():  # in torch.func's transforms there are no hooks, and none may be set
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
         yield
 
 

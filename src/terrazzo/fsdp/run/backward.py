@@ -21,9 +21,9 @@ class Backward:
         self._root = root
         self._courses: list[Course] = []  # those of the forwards that it has reached
         self.reached: set[int] = set()  # the units that it has reached, on this rank
-        # Those of them that it leaves at its end only: it enters their modules through an earlier backward, and may not
-        # have left that when it leaves the forward. Autograd orders what one thread has recorded, and the backwards of
-        # an accelerator have another thread than the forwards.
+        # Those of them that it leaves at its end only: it enters their modules through an earlier backward or through
+        # tangents, and may not have left these when it leaves the forward. Autograd orders what one thread has
+        # recorded, and the backwards of an accelerator have another thread than the forwards.
         self.staying: set[int] = set()
         self._unnoticed: list[str] = []  # the names of those through which it ran without notice
 
@@ -68,7 +68,8 @@ class Backward:
                 self._look_for_unnoticed(unit)
                 self._reach(unit, *more)
             elif kind is Event.REACH_END and phase is Phase.BACKWARD:
-                if not (root.state.records_graph and unit in self.reached):  # backward through this one may be in it
+                # Backward through this one, or through tangents, may be in it.
+                if unit not in self.staying and not (root.state.records_graph and unit in self.reached):
                     root.advance_without_graph((kind, unit))
 
     def reach(self, unit: int, before: tuple[int, ...]) -> None:

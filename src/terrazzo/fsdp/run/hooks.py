@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo._torch.autograd import in_backward, watch_gradient, with_graph
+from terrazzo._torch.autograd import forward_mode_active, gradient_hooks, in_backward, watch_gradient, with_graphs
 from terrazzo._torch.compiling import stay_eager
 from terrazzo.fsdp.group import Group
 from terrazzo.fsdp.plan.course import Spot
@@ -40,7 +40,7 @@ def before_forward(group: Group, module: nn.Module, args: Any, kwargs: Any, copi
     spot = root.enter(unit, outermost) if first and not inside else None
     root.advance((Event.ENTER, position, inside))
     args, kwargs = _cast_inputs(group, args, kwargs, copies)
-    if first and torch.is_grad_enabled():
+    if first and torch.is_grad_enabled() and not forward_mode_active():
         # A view, whose gradient is complete when the backward of everything in this forward has run.
         watched = partial(_watched, partial(_after_backward, group, spot))
         args = map_tensors(args, watched, copies)
@@ -58,7 +58,9 @@ def after_forward(group: Group, module: nn.Module, outputs: Any) -> Any:
     announced = forward and torch.is_grad_enabled()
     course = root.course if announced and not recomputing else None
     spot = None if course is None else (course, len(course.events))
-    hook = partial(_before_backward, group, state.ended, spot) if announced else None
+    # Backward through forward-mode derivatives, which no hook can tell from others, needs the parameters to its end.
+    forward_mode = announced and forward_mode_active()
+    hook = partial(_before_backward, group, state.ended, spot, stays=forward_mode) if announced else None
     outputs, found, watched = _leave(unit, group.settings.precision.output_dtype, hook, outputs)
     if not forward:
         return outputs
@@ -66,7 +68,9 @@ def after_forward(group: Group, module: nn.Module, outputs: Any) -> Any:
     if course is not None and returns:
         course.left_by(unit.index, state.ended)
     # If no output can have a hook, backward may run without notice, and needs the parameters.
-    keep = announced and (recomputing or not found)
+    keep = announced and (recomputing or not found or forward_mode)
+    if forward_mode:
+        _watch_parameters(group)
     position = root.positions[module]
     root.advance((Event.LEAVE, position, returns, keep))
     if state.outermost == position:
@@ -99,11 +103,10 @@ def _leave(unit: Unit, dtype: torch.dtype | None, hook: Any, outputs: Any) -> tu
             tensor = tensor.clone()
         if hook is None:
             return tensor
-        inner = with_graph(tensor)
-        if not inner.requires_grad:
+        if not with_graphs(tensor):
             return tensor
         watched = True
-        return _announced(hook, tensor, inner)
+        return _announced(hook, tensor)
 
     return map_tensors(outputs, leave), found, watched
 
@@ -121,31 +124,54 @@ def _cast_inputs(group: Group, args: Any, kwargs: Any, copies: Copies) -> tuple[
 
 
 def _watched(hook: Any, tensor: Tensor) -> Tensor:
-    if not with_graph(tensor).requires_grad:
+    if not with_graphs(tensor):
         return tensor
     alias = tensor.view_as(tensor)
-    watch_gradient(with_graph(alias), hook)
+    _watch(alias, hook)
     return alias
 
 
-def _announced(hook: Any, tensor: Tensor, inner: Tensor) -> Tensor:
-    if inner.is_leaf:  # a returned parameter, on which hooks would accumulate
+def _announced(hook: Any, tensor: Tensor) -> Tensor:
+    if any(each.is_leaf for each in with_graphs(tensor)):  # a returned parameter, on which hooks would accumulate
         tensor = tensor.view_as(tensor)
-        inner = with_graph(tensor)
-    watch_gradient(inner, hook)
+    _watch(tensor, hook)
     return tensor
 
 
-def _before_backward(group: Group, before: tuple[int, ...], spot: Spot | None, grad: Tensor) -> None:
-    """Called when backward reaches an output of the modules; `before` are the units that ran before, latest first."""
+def _watch(tensor: Tensor, hook: Any) -> None:
+    for each in with_graphs(tensor):
+        watch_gradient(each, hook)
+
+
+def _before_backward(
+    group: Group, before: tuple[int, ...], spot: Spot | None, grad: Tensor, *, stays: bool = False
+) -> None:
+    """Called when backward reaches an output of the modules; `before` are the units that ran before, latest first. With
+    `stays` it leaves them at its end only."""
     root: Root = group.root
     index: int = group.unit.index
     records_graph = _records_graph(grad)
     if records_graph:
-        grad.register_hook(partial(_after_double_backward, group))
+        _watch(grad, partial(_after_double_backward, group))
     backward = root.backward if root.backward is not None else root.begin_backward()
     backward.come_to(spot, records_graph)
     backward.reach(index, before)
+    if stays:
+        backward.staying.add(index)
+
+
+def _watch_parameters(group: Group) -> None:
+    """Have the unsharded parameters notice a backward that comes to them by tangents alone."""
+    for param in group.unit.params:
+        known = gradient_hooks(param.unsharded_local) or {}
+        if param.requires_grad and not any(getattr(hook, "func", None) is _at_parameter for hook in known.values()):
+            param.unsharded_local.register_hook(partial(_at_parameter, group))
+
+
+def _at_parameter(group: Group, grad: Tensor) -> None:
+    """Called when backward reaches an unsharded parameter of which forward-mode derivatives were computed once."""
+    if group.root.backward is None or group.unit.index not in group.root.backward.reached:
+        _before_backward(group, (), None, grad, stays=True)
 
 
 def _after_backward(group: Group, spot: Spot | None, grad: Tensor) -> None:
@@ -153,7 +179,7 @@ def _after_backward(group: Group, spot: Spot | None, grad: Tensor) -> None:
     root: Root = group.root
     unit: Unit = group.unit
     if _records_graph(grad):
-        grad.register_hook(partial(_before_double_backward, group))
+        _watch(grad, partial(_before_double_backward, group))
     backward = root.backward if root.backward is not None else root.begin_backward()
     backward.come_to(spot, False)
     backward.leave(unit)
@@ -164,19 +190,18 @@ def _records_graph(grad: Tensor) -> bool:
 
     That one enters the modules where this one leaves them, and leaves them where this one enters.
     """
-    return torch.is_grad_enabled() and grad.requires_grad
+    return torch.is_grad_enabled() and bool(with_graphs(grad))
 
 
 def _before_double_backward(group: Group, grad: Tensor) -> None:
     """Backward through a backward enters the modules where that one left them."""
-    _before_backward(group, (), None, grad)
-    group.root.backward.staying.add(group.unit.index)
+    _before_backward(group, (), None, grad, stays=True)
 
 
 def _after_double_backward(group: Group, grad: Tensor) -> None:
     """Backward through a backward leaves the modules; it may still run through their forward, so nothing is freed."""
     if _records_graph(grad):
-        grad.register_hook(partial(_before_double_backward, group))
+        _watch(grad, partial(_before_double_backward, group))
 
 
 for _hook in (before_forward, after_forward):
