@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranks import fresh_values, run_ranks
 from terrazzo.comm import axis_of, axis_over
 from terrazzo.comm.mesh import canonical_mesh
 from terrazzo.fsdp import fully_shard
-from terrazzo.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from terrazzo.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from terrazzo.tensor.ops import autograd
 
 
@@ -55,6 +59,43 @@ def functions_that_are_made() -> None:
 
 def test_autograd_functions_are_freed_with_their_graphs():
     run_ranks(1, functions_that_are_made)
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the copies that are made."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+        return func(*args, **(kwargs or {}))
+
+
+def redistributed() -> None:
+    """What is left of the input once the result has been received; and a write to the result does not reach it."""
+    mesh = init_device_mesh("cpu", (2,))
+    for source, target in product((Shard(0), Shard(1), Replicate(), Partial(), Partial("max")), repeat=2):
+        if source == target:
+            continue
+        for async_op in (False, True):
+            x = DTensor.from_local(torch.ones(4, 6), mesh, [source])
+            own, before = weakref.ref(x._local), x._local.clone()
+            with _Copies() as copies:
+                y = x.redistribute(placements=[target], async_op=async_op)
+                y.to_local().add_(1)
+            assert torch.equal(x._local, before), (source, target, async_op)
+            if source == Replicate() and target.is_shard():
+                assert copies.count == 1, (target, async_op)
+            del x
+            gc.collect()
+            deadline = time.monotonic() + 20  # the backend's thread holds what it sent a moment longer
+            while own() is not None and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert own() is None and y.to_local().numel(), (source, target, async_op)
+
+
+def test_a_redistribution_lets_go_of_its_input():
+    run_ranks(2, redistributed)
 
 
 def module_classes_that_are_made() -> None:

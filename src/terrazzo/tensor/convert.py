@@ -24,7 +24,7 @@ from terrazzo.errors import DTensorArgumentError, DTensorError, DTensorTypeError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, plan_transition
 from terrazzo.layout.chunk import ChunkStorageMetadata
 from terrazzo.layout.placement import CUTS, check_placement
-from terrazzo.layout.transition import LOCAL_STEPS, Slice
+from terrazzo.layout.transition import LOCAL_STEPS, ToPartial
 from terrazzo.tensor.cross_mesh import redistribute_across
 from terrazzo.tensor.dtensor import DTensor, gradient_layout, sums_only, wrap
 from terrazzo.tensor.foreign import check_plain
@@ -306,9 +306,8 @@ def _own_memory(local: torch.Tensor, src: Layout, dst: Layout) -> torch.Tensor:
     if src.packed:
         return local
     steps = [step for step in plan_transition(src, dst) if axis_of(src.mesh, step.mesh_dims).size > 1]
-    if is_wrapper(local) and all(isinstance(step, Slice) for step in steps):
-        return local  # a copy by its inner tensors already; some subclasses' own clone quantizes again
-    if any(isinstance(step, LOCAL_STEPS) for step in steps):
+    # All other steps make memory of their own, and some wrapper subclasses' own clone quantizes again.
+    if steps and all(isinstance(step, ToPartial) for step in steps):
         return local.clone(memory_format=torch.contiguous_format)
     return local
 
@@ -317,23 +316,18 @@ def _redistribute_later(tensor: DTensor, dst: Layout) -> DTensor:
     """Start the first communication now; the rest happens when the result's local tensor is used for the first time."""
     src, local = tensor._layout, tensor._local
     finish = _start(local, src, dst)
-    lock = threading.Lock()
-    done: list[tuple[torch.Tensor, Gathered | None]] = []
     grad_mode = torch.is_grad_enabled()
     describe = origin.describe
 
-    def resolve() -> tuple[torch.Tensor, Gathered | None]:
-        with lock:
-            if not done:
-                with torch.set_grad_enabled(grad_mode), describing(describe):
-                    made = finish()
-                    done.append((made, gathered_from(local, src, dst, made)))
-            return done[0]
+    def receive() -> tuple[torch.Tensor, Gathered | None]:
+        with torch.set_grad_enabled(grad_mode), describing(describe):
+            made = finish()
+            return made, gathered_from(local, src, dst, made)
 
     result: PendingDTensor = _make(PendingDTensor, dst.shape, None, None, None, local.dtype, _STRIDED, local.device)
     result._layout = dst
     result._memo = None
-    result._pending = resolve
+    result._pending = threading.Lock(), receive
     return result
 
 
@@ -391,11 +385,17 @@ class PendingDTensor(DTensor):
 
     @property
     def _local(self) -> torch.Tensor:  # type: ignore[override]  # a slot in the base class, which is set at the end
-        local: torch.Tensor
-        local, self._memo = self._pending()
-        _local_slot.__set__(self, local)
-        object.__setattr__(self, "__class__", DTensor)
-        return local
+        pending = self._pending
+        if pending is not None:  # None: another thread has received it
+            lock, receive = pending
+            with lock:
+                if self._pending is not None:
+                    local, self._memo = receive()
+                    _local_slot.__set__(self, local)
+                    object.__setattr__(self, "__class__", DTensor)
+                    self._pending = None  # it holds the tensor that was sent
+        received: torch.Tensor = _local_slot.__get__(self)
+        return received
 
     def _shown(self) -> str:
         """Not the local tensor: what is still to be sent needs all ranks, and one alone may print."""
