@@ -348,13 +348,15 @@ def test_started_by_the_command_and_by_the_variable(tmp_path):
         "importlib.util.find_spec('torch')\n"  # a program may look whether there is one
         "print('torch' in sys.modules, 'terrazzo' in sys.modules)\n"
         "import torch\n"
-        "print('terrazzo' in sys.modules)\n"
+        "print('terrazzo' in sys.modules, 'torch.distributed.tensor' in sys.modules)\n"
+        "from torch.distributed.pipelining.stage import PipelineStage\n"  # imports fully_shard in its middle
         "from torch.distributed.fsdp import fully_shard\n"
-        "print(fully_shard.__module__)"
+        "print(fully_shard.__module__, hasattr(PipelineStage.backward_maybe_with_nosync, '__wrapped__'))"
     )
+    theirs = torch.distributed.fsdp.fully_shard.__module__
     for value, expected in (
-        ("1", ["False False", "True", "terrazzo.fsdp.api"]),
-        ("0", ["False False", "False", torch.distributed.fsdp.fully_shard.__module__]),
+        ("1", ["False False", "True False", "terrazzo.fsdp.api True"]),
+        ("0", ["False False", "False False", f"{theirs} False"]),
     ):
         environment["TERRAZZO_INSTALL"] = value
         done = subprocess.run(
@@ -369,7 +371,34 @@ def test_started_by_the_command_and_by_the_variable(tmp_path):
     environment |= {"TERRAZZO_INSTALL": "1", "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, str(start)], capture_output=True, text=True, env=environment, timeout=400)
     assert done.returncode == 1 and done.stdout == "False False\n", done.stdout
-    assert "has no attribute 'install'" in done.stderr
+    assert "'terrazzo' is not a package" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import torch.distributed._composable.fsdp",
+        "import torch.distributed.tensor.parallel.style",
+        "import torch.distributed.checkpoint.state_dict",
+        "import torch._dynamo",  # does not need it
+        "import terrazzo.fsdp",
+    ],
+)
+def test_names_are_replaced_whatever_is_imported_first(first, tmp_path):
+    program = (
+        f"import site; site.addpackage({str(ROOT / 'src')!r}, 'terrazzo-install.pth', set())\nimport torch\n{first}\n"
+        "from torch.distributed._tensor import DTensor\n"
+        "from torch.distributed.checkpoint import load, FileSystemReader\n"
+        "from torch.distributed.tensor.parallel import ColwiseParallel\n"
+        "from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel\n"
+        "found = DTensor, load, FileSystemReader, ColwiseParallel, fully_shard, FullyShardedDataParallel\n"
+        "print([x.__module__.partition('.')[0] for x in found])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TERRAZZO_INSTALL": "1"}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    assert done.stdout.strip() == str([*["terrazzo"] * 5, "torch"]), done.stdout + done.stderr[-3000:]
 
 
 def check_mixed_imports() -> None:
