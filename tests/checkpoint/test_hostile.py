@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -44,6 +45,8 @@ from terrazzo.checkpoint.formats.pickle_check import checked_pickle
 from terrazzo.checkpoint.formats.unpickle import load_tree, loads
 from terrazzo.checkpoint.manager.records import KEPT, read_reasons
 from terrazzo.checkpoint.metadata import MetadataIndex
+from terrazzo.checkpoint.native.format import MANIFEST
+from terrazzo.checkpoint.native.root import Root, encode_root
 from terrazzo.checkpoint.plan.flatten import set_element
 from terrazzo.checkpoint.planner import SavePlan
 from terrazzo.checkpoint.run.messages import decode, encode
@@ -458,6 +461,28 @@ def test_paths_that_contradict_each_other(paths: tuple[tuple[Any, ...], ...]) ->
     with pytest.raises(CheckpointError, match="contradict"):
         for path in paths:
             set_element(root, path, 5)
+
+
+@pytest.mark.parametrize("kind", ["native", "dcp"])
+def test_places_that_would_make_many_long_lists(kind: str, tmp_path: Path) -> None:
+    count = 2000
+    state = {str(number): number for number in range(count)}
+    save(state, **({"checkpoint_id": tmp_path} if kind == "native" else {"storage_writer": DCPWriter(tmp_path)}))
+    file = tmp_path / (MANIFEST if kind == "native" else ".metadata")
+    found = Root(file.read_bytes(), "it").head if kind == "native" else pickle.loads(file.read_bytes())
+    each_its_own = {name: (str(number), count - 1) for number, name in enumerate(state)}  # 4 million items
+    few = {name: ("lists", number * 16 % count, 0) for number, name in enumerate(state)}  # as some were left out
+    for paths in (few, each_its_own):
+        if kind == "native":
+            file.write_bytes(encode_root(msgspec.structs.replace(found, paths=paths)))
+        else:
+            found.planner_data = paths
+            file.write_bytes(pickle.dumps(found))
+        if paths is few:
+            Checkpoint(tmp_path)
+            continue
+        with pytest.raises(CheckpointCorruptError, match="lists of 4000000 items"):
+            Checkpoint(tmp_path)
 
 
 def test_deep_configs_are_errors_that_say_so(tmp_path: Path) -> None:

@@ -73,6 +73,14 @@ def test_no_more_is_sent_at_once_than_is_allowed():
     assert packed(asked, Snapshot([part], None), 320).numel() == 320
     with pytest.raises(PublishError, match="320 bytes at once, and at most 319"):
         packed(asked, Snapshot([part], None), 319)
+    with pytest.raises(PublishError, match="the same bucket_bytes"):  # of one box, too
+        packed([AskedBox(0, (0,), (80,), "float32")], Snapshot([part], None), 319)
+
+
+def test_what_two_senders_have_leaves_no_hole_of_its_size():
+    held = [[ListedBox("w", (0,), (2,))], [ListedBox("w", (0,), (2,))]]
+    with pytest.raises(PublishError, match="several senders have elements"):
+        plan_messages(held, [("w", Box((0,), (4,)), torch.float32)], {"w": torch.float32}, 100)
 
 
 def test_what_nobody_has_is_an_error():

@@ -27,7 +27,7 @@ from terrazzo.comm.addresses import listen_at, own_address
 from terrazzo.comm.serving import Address, Client, Server, Session, WrongSecretError
 from terrazzo.errors import CommError, PublishError, PublishValueError, TerrazzoError
 from terrazzo.layout import Box
-from terrazzo.layout.box import row_major_windows
+from terrazzo.layout.box import make_up, row_major_windows
 from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.publish.host_copy import Snapshot, aligned
 from terrazzo.publish.parts import ListedBox
@@ -239,17 +239,19 @@ def plan_messages(
     pairs: dict[int, list[tuple[AskedBox, int]]] = {}
     for target, (name, box, dtype) in enumerate(wanted):
         on_the_way = dtype if dtype.itemsize < dtypes[name].itemsize else dtypes[name]
-        lacking = box.numel
+        commons: list[Box] = []
         for rank, source, has in by_name.get(name, ()):
             common = box.intersect(has)
             if common is None:
                 continue
-            lacking -= common.numel
+            commons.append(common)
             for window in row_major_windows(common.lengths, max(message_bytes // on_the_way.itemsize, 1)):
                 offsets, lengths = window.shifted(common.offsets).offsets, window.lengths
                 pairs.setdefault(rank, []).append((AskedBox(source, offsets, lengths, dtype_name(on_the_way)), target))
-        if lacking:
-            raise PublishError(f"{name}: no sender has {lacking} elements of {box}")
+        if not make_up(box, commons):
+            lacking = box.numel - sum([common.numel for common in commons])
+            why = f"no sender has {lacking} elements of" if lacking > 0 else "several senders have elements of"
+            raise PublishError(f"{name}: {why} {box}")
     return [message for rank, pieces in sorted(pairs.items()) for message in _messages(rank, pieces, message_bytes)]
 
 
@@ -271,8 +273,11 @@ def packed(asked: Sequence[AskedBox], snapshot: Snapshot, most: int) -> torch.Te
     """The bytes of a message; `PublishError` if that is not published, or has more than `most` bytes."""
     _check(asked, snapshot)
     nbytes = nbytes_of(asked)
-    if len(asked) > 1 and nbytes > most:
-        raise PublishError(f"a receiver asks for {nbytes} bytes at once, and at most {most} are sent")
+    if nbytes > most:
+        raise PublishError(
+            f"a receiver asks for {nbytes} bytes at once, and at most {most} are sent: the channels of both must have "
+            "the same bucket_bytes"
+        )
     data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     pack(data, asked, snapshot.boxes, snapshot.tensors)
     return data

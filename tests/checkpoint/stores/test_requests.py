@@ -21,7 +21,7 @@ from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.requests import Pace
 from terrazzo.checkpoint.native.root import Root
 from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
-from terrazzo.checkpoint.stores import Capabilities, MemoryStore, Request
+from terrazzo.checkpoint.stores import Capabilities, LocalStore, MemoryStore, Request
 from terrazzo.errors import CheckpointException, CheckpointNotFoundError
 from terrazzo.layout.box import Box
 
@@ -135,6 +135,16 @@ def test_a_header_is_read_once_however_often_one_reads(tmp_path: Path) -> None:
     header = 8 + int.from_bytes(next(tmp_path.glob("data-*")).read_bytes()[:8], "little")
     index = sum(path.stat().st_size for path in tmp_path.glob("index-*"))
     assert checkpoint.bytes_read <= header + index + 50 * 64
+
+
+def test_reading_rows_in_any_order_keeps_no_memory(tmp_path: Path) -> None:
+    save({"w": torch.arange(400.0).reshape(200, 2)}, checkpoint_id=tmp_path)
+    reader = NativeReader(LocalStore(tmp_path))
+    rows = Checkpoint(reader)["w"]
+    for row in range(200):
+        assert rows[row].tolist() == [2 * row, 2 * row + 1]
+    kept = reader._open()[1]
+    assert not kept._spans and not kept._spare
 
 
 def test_files_are_closed_when_they_have_been_read(tmp_path: Path) -> None:

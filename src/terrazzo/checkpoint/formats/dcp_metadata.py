@@ -29,6 +29,7 @@ from terrazzo.checkpoint.metadata import (
 )
 from terrazzo.checkpoint.native.contents import StorageInfo
 from terrazzo.checkpoint.native.names import is_plain_name
+from terrazzo.checkpoint.native.root import check_paths
 from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 from terrazzo.layout.box import Box
 
@@ -115,10 +116,8 @@ def _paths(data: Any) -> Any:
     """Planner data. If they look like the paths of names, they are checked, and so are indices of lists."""
     if not isinstance(data, dict):
         return data
-    for path in data.values():
-        for key in path if isinstance(path, tuple | list) else ():
-            if type(key) is int and not 0 <= key <= len(data):
-                raise CheckpointCorruptError(f"a list in the state dict would have the index {key}")
+    lists = {name: path for name, path in data.items() if isinstance(path, tuple | list) and path}
+    check_paths(lists, len(data) + 1, "the metadata")
     return data
 
 

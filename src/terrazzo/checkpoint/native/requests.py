@@ -230,7 +230,7 @@ class Requests:
 
     def release(self) -> None:
         """Give back the memory that is kept between reads."""
-        self._spare = []
+        self._spare, self._spans = [], {}
 
     # ------------------------------------------------- from what is wanted to requests
 

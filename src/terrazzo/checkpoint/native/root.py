@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any, Final
@@ -27,6 +27,9 @@ KNOWN_FEATURES: Final = frozenset({"zstd"})
 _PREAMBLE: Final = struct.Struct("<8sIIQQQQQQ")
 # magic, version, 0, bytes of the head, bytes of the file, checksum of the head, 0, 0, checksum of the preamble so far
 _LARGEST: Final = 1 << 62  # bytes and elements that the arithmetic of a checkpoint can hold
+
+_SPARSE: Final = 16  # items of lists for each that is there
+_FEW_ITEMS: Final = 1 << 16  # which any state dict may have
 
 Path = tuple[str | int, ...]
 
@@ -292,11 +295,28 @@ def check_sizes(files: Sequence[FileEntry], source: str, *others: int) -> None:
         raise CheckpointCorruptError(f"{source}: the manifest names files of sizes that cannot be")
 
 
-def check_paths(paths: dict[str, Path], values: int, source: str) -> None:
-    """Raise for places in a nested state dict of so many values that would make lists of more."""
+def check_paths(paths: Mapping[str, Sequence[Any]], values: int, source: str) -> None:
+    """Raise for places in a nested state dict of so many values that would make lists of more.
+
+    Each list has a few more items than names that lead through it, as some values may have been left out.
+    """
+    places: dict[tuple[int, Any], int] = {}  # a number for each place that a list leads to, and for those on the way
+    lengths: dict[int, int] = {}
     for name, path in paths.items():
         if not path or any(type(key) is int and not 0 <= key < values for key in path):
             raise CheckpointCorruptError(f"{source}: {name!r} cannot have had the place {path} in a state dict")
+        if any(type(key) is int for key in path):
+            place = 0
+            for key in path:
+                if type(key) is int:
+                    lengths[place] = max(lengths.get(place, 0), key + 1)
+                known = key if type(key) in (int, str) else id(key)
+                place = places.setdefault((place, known), len(places) + 1)
+    items = sum(lengths.values())
+    if items > _SPARSE * len(places) + _FEW_ITEMS:
+        raise CheckpointCorruptError(
+            f"{source}: the places of {len(paths)} values in a state dict would make lists of {items} items"
+        )
 
 
 class _Features(msgspec.Struct, frozen=True):
