@@ -321,7 +321,25 @@ def check_state_dicts() -> None:
     )
 
 
+def check_parts_of_flat_memory() -> None:
+    """The local tensors of fully_shard's parameters lie in larger ones."""
+    torch.manual_seed(0)
+    with installed():
+        model = fully_shard(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)), mesh=dist.init_device_mesh("cpu", (2,)))
+        state = model.state_dict()
+        assert any(value.to_local().storage_offset() for value in state.values())
+        on_cpu = helper(f"{STATE}._create_cpu_state_dict")(state)
+        copied = helper(f"{STATE}._copy_state_dict")(state, on_cpu)
+        offloaded = helper(f"{STATE}._offload_state_dict_to_cpu")(state)
+        for name, value in state.items():
+            for other in (on_cpu[name], copied[name], offloaded[name]):
+                assert isinstance(other, terrazzo.tensor.DTensor) and other.placements == value.placements
+                assert torch.equal(other.to_local(), value.to_local())
+            assert on_cpu[name].to_local().data_ptr() != value.to_local().data_ptr() or not value.to_local().numel()
+
+
 def test_state_dicts_are_treated_as_by_pytorch():
+    run_ranks(2, check_parts_of_flat_memory)
     run_ranks(4, check_state_dicts)
 
 

@@ -139,7 +139,7 @@ class _ToTorch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, wanted: tuple[Any, ...]) -> TorchDTensor:
         ctx.wanted = wanted
-        return TorchDTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+        return _around(local.view_as(local), spec, local.requires_grad)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -153,9 +153,19 @@ def to_torch_dtensor(tensor: DTensor) -> TorchDTensor:
     layout, local = tensor._layout, tensor._local
     spec = _spec_of(layout, local, tensor.stride())
     if not (local.requires_grad and torch.is_grad_enabled()):
-        return TorchDTensor(local.detach(), spec, requires_grad=False)
+        return _around(local.detach(), spec, False)
     dual = layout.dual
     return _ToTorch.apply(local, spec, to_torch_placements(dual.placements, dual.mesh_shape, dual.order))
+
+
+def _around(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> TorchDTensor:
+    """PyTorch's DTensor of a local tensor. It takes over the offset of a part of other memory as its own, by which
+    `copy.deepcopy` believes that it has memory; so it is made of a tensor without one."""
+    if not local.storage_offset():
+        return TorchDTensor(local, spec, requires_grad=requires_grad)
+    result = TorchDTensor(local.new_empty(0), spec, requires_grad=requires_grad)
+    result._local_tensor = local
+    return result
 
 
 def from_torch_dtensor(tensor: TorchDTensor) -> DTensor:
