@@ -210,8 +210,8 @@ class CheckpointException(CheckpointError):
     catch it. It is also PyTorch's exception of this name, if `torch.distributed.checkpoint.api` has been imported.
     """
 
-    def __init__(self, message: str, failures: dict[int, tuple[BaseException, StackSummary]]) -> None:
-        super().__init__(message)
+    def __init__(self, msg: str, failures: dict[int, tuple[BaseException, StackSummary]]) -> None:
+        super().__init__(msg)
         self._failures = failures
 
     @property

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp._fully_shard as torch_fsdp_module
 from torch import Tensor, nn
 
-import terrazzo.fsdp as our_fsdp
 from fsdp.compare import Model, adamw, apart, assert_same_parameters, batches, loss_of, mine, shard_blocks, train_alike
 from fsdp.plan_checker import check, plan_steps
 from ranks import device_type, run_ranks
@@ -109,31 +105,6 @@ def test_a_separate_group_for_reductions():
 
 
 # ------------------------------------------------------------------ names, arguments, settings
-
-
-def arguments(function: Any) -> list[tuple[str, Any, Any]]:
-    """Names, kinds and defaults; the types of defaults where these are objects of the library."""
-    found = []
-    for parameter in inspect.signature(function).parameters.values():
-        default = parameter.default
-        plain = default is None or isinstance(default, bool | int | str | type)
-        found.append((parameter.name, parameter.kind, default if plain else type(default).__name__))
-    return found
-
-
-def test_every_public_name_takes_what_pytorchs_takes():
-    assert set(torch_fsdp_module.__all__) <= set(our_fsdp.__all__)
-    for name in torch_fsdp_module.__all__:
-        theirs, ours = getattr(torch_fsdp_module, name), getattr(our_fsdp, name)
-        if not inspect.isclass(theirs):
-            assert arguments(ours) == arguments(theirs), name
-            continue
-        for method, function in vars(theirs).items():
-            if inspect.isfunction(function) and not method.startswith("_"):
-                assert arguments(getattr(ours, method)) == arguments(function), f"{name}.{method}"
-        if is_dataclass(theirs):
-            found = {field.name: field.default for field in fields(ours)}
-            assert {field.name: field.default for field in fields(theirs)}.items() <= found.items(), name
 
 
 class Counting(GroupMemory):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,44 +18,6 @@ def names_of(package: str) -> SimpleNamespace:
     modules = [importlib.import_module(f"{package}{part}") for part in ("", ".parallel", ".experimental", ".debug")]
     found = {name: value for m in modules for name, value in vars(m).items() if not name.startswith("_")}
     return SimpleNamespace(**found)
-
-
-def parameters_of(function: Any) -> dict[str, tuple[Any, str]]:
-    try:
-        found = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
-    return {name: (p.kind, repr(p.default)) for name, p in found.items()}
-
-
-def public_calls(package: str) -> dict[str, Any]:
-    calls: dict[str, Any] = {}
-    for name, value in vars(names_of(package)).items():
-        if not getattr(value, "__module__", "").startswith(("torch.distributed", "terrazzo")):
-            continue
-        if isinstance(value, type):
-            calls |= {
-                f"{name}.{m}": getattr(value, m)
-                for m in dir(value)
-                if not m.startswith("_") and getattr(value, m) is not getattr(torch.Tensor, m, None)
-            }
-        calls[name] = value
-    return {name: call for name, call in calls.items() if callable(call)}
-
-
-def test_calls_take_what_pytorchs_take():
-    theirs, ours = public_calls("torch.distributed.tensor"), public_calls("terrazzo.tensor")
-    # PyTorch's DTensor is made by a function in C, and `inspect` sees `__init__(*args, **kwargs)`, which names nothing.
-    assert list(parameters_of(theirs["DTensor"])) == ["args", "kwargs"]
-    assert list(parameters_of(ours["DTensor"])) == ["local_tensor", "spec", "requires_grad"]
-    shared = theirs.keys() & ours.keys() - {"DTensor"}
-    assert len(shared) >= 60
-    for name in shared:
-        takes = parameters_of(ours[name])
-        for parameter, found in parameters_of(theirs[name]).items():
-            assert takes.get(parameter) == found, f"{name}: {parameter} is {takes.get(parameter)} instead of {found}"
-        more = takes.keys() - parameters_of(theirs[name]).keys()
-        assert not parameters_of(theirs[name]) or all(takes[p][1] != repr(inspect.Parameter.empty) for p in more), name
 
 
 def check_words_of_errors(package: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
 from itertools import product
+from math import prod
 from typing import Any
 
 import pytest
@@ -90,6 +91,41 @@ def helpers() -> None:
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
+def methods_of_shard() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for shape, dim, m in product(((7, 4), (1, 3), (8, 5)), (0, 1), (0, 1)):
+        x = torch.arange(prod(shape)).reshape(shape) + 100 * torch.distributed.get_rank()
+        mine, other = Shard(dim), theirs.Shard(dim)
+        for source in (0, 1, None):
+            part = mine._shard_tensor(x, mesh, m, source)
+            torch.testing.assert_close(part, other._shard_tensor(x, mesh, m, source), rtol=0, atol=0)
+        part = mine._shard_tensor(x, mesh, m)
+        whole = mine._to_replicate_tensor(part, mesh, m, shape)
+        torch.testing.assert_close(whole, other._to_replicate_tensor(part, mesh, m, shape), rtol=0, atol=0)
+        kept = mine._replicate_to_shard(whole, mesh, m, coordinate[m])
+        torch.testing.assert_close(kept, other._replicate_to_shard(whole, mesh, m, coordinate[m]), rtol=0, atol=0)
+        for index, pads in product(range(3), (True, False)):
+            piece = mine._select_split_tensor(x, 3, index, with_padding=pads)
+            torch.testing.assert_close(
+                piece, other._select_split_tensor(x, 3, index, with_padding=pads), rtol=0, atol=0
+            )
+    for placed in product(ONE, ONE):
+        x = distribute_tensor(torch.arange(35.0).reshape(7, 5), mesh, placed)
+        items = []
+        for tensor in (x, interop.to_torch_dtensor(x)):
+            try:
+                tensor._raise_if_contains_partial_placements()
+                made = tensor.__create_write_items__("w", tensor)
+            except ValueError:
+                items.append("partial")
+                continue
+            items.append([(i.index.fqn, i.index.offset, i.type.name, i.tensor_data.size) for i in made])
+            items[-1] += [(i.tensor_data.chunk.offsets, i.tensor_data.chunk.sizes) for i in made]
+        assert items[0] == items[1], placed
+
+
 def refuses() -> None:
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
@@ -117,6 +153,10 @@ def test_a_spec_says_what_pytorchs_says_and_makes_the_same_tensor():
 
 def test_helpers_answer_as_pytorchs():
     run_ranks(4, helpers)
+
+
+def test_private_methods_are_pytorchs():
+    run_ranks(4, methods_of_shard)
 
 
 def test_what_would_be_wrong_raises():

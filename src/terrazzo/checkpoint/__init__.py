@@ -12,6 +12,11 @@ from terrazzo.errors import CheckpointException
 if TYPE_CHECKING:
     from terrazzo.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from terrazzo.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+    from terrazzo.checkpoint.hf_storage import (
+        HuggingFaceStorageReader,
+        HuggingFaceStorageWriter,
+        QuantizedHuggingFaceStorageReader,
+    )
     from terrazzo.checkpoint.manager import CheckpointManager
     from terrazzo.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
         TensorStorageMetadata,
     )
     from terrazzo.checkpoint.native.storage import NativeReader, NativeWriter
+    from terrazzo.checkpoint.optimizer import load_sharded_optimizer_state_dict
     from terrazzo.checkpoint.plan.flatten import PerRank
     from terrazzo.checkpoint.planner import (
         LoadItemType,
@@ -60,6 +66,8 @@ __all__ = [
     "DefaultStager",
     "FileSystemReader",
     "FileSystemWriter",
+    "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
     "LazyTensor",
     "LoadItemType",
     "LoadPlan",
@@ -69,6 +77,7 @@ __all__ = [
     "NativeReader",
     "NativeWriter",
     "PerRank",
+    "QuantizedHuggingFaceStorageReader",
     "ReadItem",
     "SavePlan",
     "SavePlanner",
@@ -84,6 +93,7 @@ __all__ = [
     "WriteResult",
     "async_save",
     "load",
+    "load_sharded_optimizer_state_dict",
     "load_state_dict",
     "save",
     "save_state_dict",

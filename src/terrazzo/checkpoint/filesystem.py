@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from terrazzo.checkpoint.formats.registry import find
 from terrazzo.checkpoint.metadata import Metadata
@@ -19,6 +19,10 @@ from terrazzo.checkpoint.run.staging import BlockingAsyncStager
 from terrazzo.checkpoint.stores import Store, is_url, store_at
 from terrazzo.checkpoint.torch_api.file_systems import FileSystem, FileSystemBase, SerializationFormat
 from terrazzo.errors import CheckpointNotFoundError, UnsupportedValueError
+
+# The end of the names of data files in PyTorch's format, and its version.
+DEFAULT_SUFFIX: Final = ".distcp"
+CURRENT_DCP_VERSION: Final = "1.0.0"
 
 __all__ = ["FileSystem", "FileSystemBase", "FileSystemReader", "FileSystemWriter", "SerializationFormat"]
 

@@ -67,15 +67,15 @@ class WriteItem:
 
     index: MetadataIndex
     type: WriteItemType
-    tensor_data: TensorWriteData | None = None
     bytes_io_data: BytesIOWriteData | None = None
+    tensor_data: TensorWriteData | None = None
 
     def tensor_storage_size(self) -> int | None:
         """The bytes of the chunk that is written; None for what is not a tensor.
 
         >>> chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 3]))
         >>> data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size([4, 3]))
-        >>> WriteItem(MetadataIndex("w", (0, 0)), WriteItemType.SHARD, data).tensor_storage_size()
+        >>> WriteItem(MetadataIndex("w", (0, 0)), WriteItemType.SHARD, tensor_data=data).tensor_storage_size()
         24
         """
         if self.tensor_data is None:

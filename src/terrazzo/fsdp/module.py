@@ -181,6 +181,9 @@ class FSDPModule(_Module):
         """
         _groups(self, recurse)
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Change nothing: PyTorch's method moves the allocations of gathers to the stream of the computation."""
+
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set how many buffers of packed gradients may be in reduction before the next is packed; 1 by default, and 2
         on CPU.

@@ -34,6 +34,7 @@ MODULES: Final[Mapping[str, str]] = {
     "tensor.experimental": "terrazzo.tensor.experimental",
     "tensor.parallel": "terrazzo.tensor.parallel",
     "tensor.parallel.api": "terrazzo.tensor.parallel",
+    "tensor.parallel.input_reshard": "terrazzo.tensor.parallel.input_reshard",
     "tensor.parallel.loss": "terrazzo.tensor.parallel",
     "tensor.parallel.style": "terrazzo.tensor.parallel",
     "tensor.placement_types": "terrazzo.tensor.placement_types",

@@ -5,7 +5,8 @@ Placements are interned: two equal placements are one object, so that layouts bu
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,6 +14,9 @@ from terrazzo.errors import LayoutError, PlacementsError
 from terrazzo.layout.chunking import chunk_sizes, chunk_span
 
 REDUCE_OPS = ("sum", "avg", "product", "max", "min")
+
+COMMUNICATING: dict[str, Callable[..., torch.Tensor]] = {}
+"""What `Shard` does for libraries with other ranks, by `terrazzo.tensor.libraries`: this package knows no ranks."""
 
 
 class Placement:
@@ -101,6 +105,44 @@ class Shard(Placement):
                 chunks[i] = torch.cat([chunks[i], tensor.new_zeros(shape)], self.dim)
         return [chunk.contiguous() for chunk in chunks] if contiguous else chunks, padded
 
+    def _select_split_tensor(
+        self,
+        tensor: torch.Tensor,
+        num_chunks: int,
+        index: int,
+        *,
+        with_padding: bool = True,
+        contiguous: bool = True,
+        clone: bool = True,
+    ) -> torch.Tensor:
+        """PyTorch's method for libraries: one of the chunks.
+
+        >>> Shard(0)._select_split_tensor(torch.arange(5), 4, 2).tolist()
+        [4, 0]
+        """
+        chunk = self._split_tensor(tensor, num_chunks, with_padding=with_padding, contiguous=False)[0][index]
+        if clone:
+            return chunk.clone()
+        return chunk.contiguous() if contiguous else chunk
+
+    def _replicate_to_shard(
+        self, local_tensor: torch.Tensor, mesh: Any, mesh_dim: int, shard_index: int
+    ) -> torch.Tensor:
+        """PyTorch's method for libraries: the chunk of a rank, from the whole."""
+        return self._select_split_tensor(local_tensor, mesh.size(mesh_dim), shard_index, with_padding=False)
+
+    def _shard_tensor(
+        self, tensor: torch.Tensor, mesh: Any, mesh_dim: int, src_data_rank: int | None = 0
+    ) -> torch.Tensor:
+        """PyTorch's method for libraries: this rank's chunk of the tensor of a rank, or of its own with None."""
+        return COMMUNICATING["shard"](self, tensor, mesh, mesh_dim, src_data_rank)
+
+    def _to_replicate_tensor(
+        self, local_tensor: torch.Tensor, mesh: Any, mesh_dim: int, current_logical_shape: Sequence[int]
+    ) -> torch.Tensor:
+        """PyTorch's method for libraries: the whole, from the chunks of all ranks."""
+        return COMMUNICATING["gather"](self, local_tensor, mesh, mesh_dim, current_logical_shape)
+
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})"
 
@@ -125,7 +167,8 @@ class _StridedShard(Placement):
     split_factor: int
     _pool: dict[tuple[int, int], _StridedShard] = {}
 
-    def __new__(cls, dim: int, *, split_factor: int = 1) -> _StridedShard:
+    def __new__(cls, dim: int, *, split_factor: int = 1, sf: int | None = None) -> _StridedShard:
+        split_factor = split_factor if sf is None else sf
         found = cls._pool.get((dim, split_factor))
         if found is None:
             if not all(isinstance(n, int) and not isinstance(n, bool) for n in (dim, split_factor)) or split_factor < 1:
@@ -190,6 +233,8 @@ class Partial(Placement):
     """
 
     __slots__ = ("reduce_op",)
+    LINEAR_REDUCE_OPS: ClassVar[tuple[str, ...]] = ("sum", "avg")
+    ALL_REDUCE_OPS: ClassVar[tuple[str, ...]] = ("sum", "avg", "min", "max", "product")
     reduce_op: str
     _pool: dict[str, Partial] = {}
 

@@ -457,6 +457,14 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
         """The boxes of the global tensor that this rank holds, for checkpoints."""
         return links.chunk_list(self)
 
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        """The parts of the global tensor that this rank may write, as items of a checkpoint's planner."""
+        return links.write_items(fqn, object)
+
+    def _raise_if_contains_partial_placements(self) -> None:
+        """PyTorch's method for libraries."""
+        links.chunk_list(self)
+
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         """The part of the local tensor that is the box which begins at `index.offset`."""
         return links.chunk_at(self, index.offset)

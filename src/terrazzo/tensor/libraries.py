@@ -6,19 +6,23 @@ puts these. Programs need none of them: a DTensor's `device_mesh`, `placements`,
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo.comm.axis import axis_of
+from terrazzo.comm.collectives import all_gather, scatter
 from terrazzo.comm.mesh import canonical_mesh
 from terrazzo.errors import DTensorArgumentError, DTensorError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
-from terrazzo.layout.placement import CUTS, check_placement
+from terrazzo.layout.chunking import chunk_sizes
+from terrazzo.layout.placement import COMMUNICATING, CUTS, check_placement
 from terrazzo.tensor.dtensor import DTensor, wrap
 from terrazzo.tensor.links import links
 from terrazzo.tensor.redistribute import redistribute_local
@@ -183,6 +187,37 @@ def from_spec(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> DT
 links.spec_of, links.from_spec = spec_of, from_spec
 
 
+def _shard_tensor(
+    placement: Shard, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, src_data_rank: int | None
+) -> torch.Tensor:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return tensor.new_empty(0, requires_grad=tensor.requires_grad)
+    ranks, index = mesh.size(mesh_dim), coordinate[mesh_dim]
+    if src_data_rank is None:
+        return placement._select_split_tensor(tensor, ranks, index, with_padding=False)
+    parts, _ = placement._split_tensor(tensor, ranks, with_padding=False)
+    sent = parts if index == src_data_rank else None
+    return scatter(sent, axis_of(canonical_mesh(mesh), mesh_dim), src_data_rank, parts[index].shape, tensor)
+
+
+def _to_replicate_tensor(
+    placement: Shard, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[int]
+) -> torch.Tensor:
+    sizes = chunk_sizes(current_logical_shape[placement.dim], mesh.size(mesh_dim))
+    return all_gather(local_tensor, axis_of(canonical_mesh(mesh), mesh_dim), placement.dim, sizes)
+
+
+def _write_items(name: str, value: Any) -> list[Any]:
+    planner = importlib.import_module("terrazzo.checkpoint.default_planner")  # only here tensors know checkpoints
+    items = planner.create_default_local_save_plan({name: value}, True).items
+    return [replace(item, type=planner.WriteItemType.SHARD) for item in items]
+
+
+links.write_items = _write_items
+COMMUNICATING.update(shard=_shard_tensor, gather=_to_replicate_tensor)
+
+
 def compute_local_shape_and_global_offset(
     global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], skip_offset: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -219,9 +254,17 @@ def compute_global_tensor_info(
 
 
 def redistribute_local_tensor(
-    local_tensor: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, *, async_op: bool = False
+    local_tensor: torch.Tensor,
+    current_spec: DTensorSpec,
+    target_spec: DTensorSpec,
+    *,
+    async_op: bool = False,
+    use_graph_based_transform: bool | None = None,
+    is_explicit: bool = False,
 ) -> torch.Tensor:
-    """This rank's part under `target_spec`, from that under `current_spec`; differentiable. `async_op` is ignored.
+    """This rank's part under `target_spec`, from that under `current_spec`; differentiable.
+
+    The other arguments are ignored; for compatibility: terrazzo plans the transition itself.
 
     >>> from terrazzo.tensor import Replicate, Shard, init_device_mesh
     >>> mesh, meta = init_device_mesh("cpu", (1,)), TensorMeta(torch.Size([2, 3]), (3, 1), torch.float32)

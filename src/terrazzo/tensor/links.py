@@ -29,6 +29,7 @@ class Links:
     full_tensor: Callable[..., torch.Tensor]
     redistribute: Callable[..., Any]
     chunk_list: Callable[..., list[Any]]
+    write_items: Callable[..., list[Any]]
     chunk_at: Callable[..., torch.Tensor]
     gradient_of: Callable[..., Any]
     gradient_for: Callable[..., torch.Tensor]

@@ -13,7 +13,7 @@ from torch import nn
 
 from ranks import device_type, run_ranks
 from terrazzo.errors import DTensorError, ParallelPlanError, UnsupportedModuleError
-from terrazzo.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from terrazzo.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor, init_device_mesh
 from terrazzo.tensor.debug import CommDebugMode
 from terrazzo.tensor.parallel import (
     ColwiseParallel,
@@ -370,3 +370,35 @@ def against_torch() -> tuple[float, float]:
 def test_the_same_as_pytorchs_parallel_styles():
     for loss, gradient in run_ranks(4, against_torch):
         assert max(loss, gradient) < 1e-5
+
+
+def resharded_inputs(rows: int, width: int, results: int) -> None:
+    from torch.distributed.tensor.parallel.input_reshard import input_reshard as theirs
+
+    from terrazzo.tensor.parallel.input_reshard import input_reshard
+
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(width, 8), nn.GELU(), nn.Linear(8, results))
+    mesh, x = mesh_of(), torch.randn(rows, width)
+    models = [first, input_reshard(copy.deepcopy(first), mesh, 0)]
+    if rows % 4 == width % 4 == results % 4 == 0:  # PyTorch's takes the parts for even ones
+        models.append(theirs(copy.deepcopy(first), mesh, 0))
+    whole = distribute_module(copy.deepcopy(first), mesh)
+    models += [whole, input_reshard(copy.deepcopy(whole), mesh, 0)]
+    for model in models:
+        inputs = distribute_tensor(x, mesh, [Replicate()]) if isinstance(model[0].weight, DTensor) else x
+        model(inputs).square().sum().backward()
+        for p, q in zip(model.parameters(), first.parameters(), strict=True):
+            grad = p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
+            torch.testing.assert_close(grad, q.grad)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        models[1](torch.ones(5, width + 1))
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        first(x)  # the hooks of the call that failed are gone
+    assert rows * width in kept
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 4), (5, 6, 3)])
+def test_inputs_that_are_kept_in_parts(sizes):
+    run_ranks(4, resharded_inputs, *sizes)

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Final
 
 from terrazzo._threads import results_of
-from terrazzo.checkpoint.filesystem import InFolder
+from terrazzo.checkpoint.filesystem import DEFAULT_SUFFIX, InFolder
 from terrazzo.checkpoint.formats import dcp_metadata
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
@@ -197,7 +197,7 @@ class DCP(Format):
 
 
 _NAME: Final = re.compile(r"__[0-9]+_(?P<save>[0-9a-f]{12})(?:_[0-9]+)?\.distcp")
-SUFFIX: Final = ".distcp"
+SUFFIX: Final = DEFAULT_SUFFIX
 
 
 @dataclass(frozen=True)

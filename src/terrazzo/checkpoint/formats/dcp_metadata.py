@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from terrazzo._torch.replaced import originals
+from terrazzo.checkpoint.filesystem import CURRENT_DCP_VERSION
 from terrazzo.checkpoint.formats.unpickle import PLAIN, Call, Names, Pickled, load_tree, pickled
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
@@ -34,7 +35,7 @@ from terrazzo.errors import CheckpointCorruptError, CheckpointFormatError
 from terrazzo.layout.box import Box
 
 METADATA: Final = ".metadata"
-VERSION: Final = "1.0.0"
+VERSION: Final = CURRENT_DCP_VERSION
 
 
 # ------------------------------------------------------------------ reading

@@ -65,6 +65,9 @@ class DefaultLoadPlanner(LoadPlanner):
     Values that were saved per rank (see `PerRank`) are recognised, and each rank gets its own.
     """
 
+    original_state_dict: STATE_DICT_TYPE
+    mappings: dict[str, tuple[Any, ...]]
+
     def __init__(
         self,
         flatten_state_dict: bool = True,
@@ -81,8 +84,8 @@ class DefaultLoadPlanner(LoadPlanner):
         self.allow_pickle = allow_pickle
         self.missing: tuple[str, ...] = ()
         self.rank = 0
-        self.original_state_dict: STATE_DICT_TYPE = {}
-        self.mappings: dict[str, tuple[Any, ...]] = {}
+        self.original_state_dict = {}
+        self.mappings = {}
         self._targets: dict[MetadataIndex, torch.Tensor] = {}  # only if items are wanted
         self._materialised: dict[str, torch.Tensor] = {}
         self._kept: list[str] = []
@@ -258,8 +261,8 @@ class DefaultLoadPlanner(LoadPlanner):
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.put_value(read_item.dest_index.fqn, value)

@@ -83,6 +83,8 @@ class DefaultSavePlanner(SavePlanner):
     the value of any rank. `allow_pickle` stores values that have no typed form as pickles.
     """
 
+    mappings: Paths
+
     def __init__(
         self,
         flatten_state_dict: bool = True,

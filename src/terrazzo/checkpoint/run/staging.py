@@ -66,6 +66,9 @@ class AsyncStager(Protocol):
         """Wait until the copy is complete."""
         ...
 
+    def close(self) -> None:
+        """Release what the stager holds."""
+
 
 class Staging:
     """One copy, from its start until it is saved."""
@@ -245,8 +248,11 @@ class DefaultStager(ShownAsCall):
         self._worker = Worker("terrazzo-stage") if self._config.use_async_staging else None
         self._future: Future[STATE_DICT_TYPE] | None = None
 
-    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
-        """A copy of the state dict in host memory, or a future of it. It is valid until the next call."""
+    def stage(self, state_dict: STATE_DICT_TYPE, **kwargs: Any) -> STATE_DICT_TYPE | Future[STATE_DICT_TYPE]:
+        """A copy of the state dict in host memory, or a future of it. It is valid until the next call.
+
+        `kwargs` are ignored; for compatibility.
+        """
         skeleton, sources = take_apart(state_dict)
 
         def copy() -> STATE_DICT_TYPE:

@@ -13,10 +13,22 @@ from terrazzo.checkpoint.state_dict.optim import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from terrazzo.checkpoint.state_dict.options import OptimizerStateType, StateDictOptions, ValueType
+from terrazzo.checkpoint.state_dict.options import (
+    FQNS_T,
+    DictValueType,
+    ListDictValueType,
+    OptimizerStateType,
+    PrimitiveType,
+    StateDictOptions,
+    ValueType,
+)
 
 __all__ = [
+    "FQNS_T",
+    "DictValueType",
+    "ListDictValueType",
     "OptimizerStateType",
+    "PrimitiveType",
     "StateDictOptions",
     "ValueType",
     "get_model_state_dict",

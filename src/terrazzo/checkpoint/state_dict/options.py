@@ -13,6 +13,11 @@ from terrazzo.errors import CheckpointValueError
 
 # The values of a model's state dict: tensors (plain or distributed), and modules' extra states.
 ValueType = Any
+# PyTorch's names for other parts of these types.
+FQNS_T = set[str]
+PrimitiveType = torch.Tensor | Any
+DictValueType = dict[str, ValueType]
+ListDictValueType = list[DictValueType]
 # {"state": {name: {...}}, "param_groups": [{..., "params": [name, ...]}]}, or its flattened form.
 OptimizerStateType = dict[str, Any]
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]

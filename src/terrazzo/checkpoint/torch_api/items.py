@@ -91,7 +91,7 @@ def item_of(row: Row, described: dict[int, TensorWriteData]) -> WriteItem:
         properties = TensorProperties(form.dtype, requires_grad=form.requires_grad)
         data = described[id(form)] = TensorWriteData(chunk, properties, torch.Size(form.shape))
     kind = WriteItemType.TENSOR if form.box.lengths == form.shape else WriteItemType.SHARD
-    return WriteItem(MetadataIndex(row.name, data.chunk.offsets), kind, data)
+    return WriteItem(MetadataIndex(row.name, data.chunk.offsets), kind, tensor_data=data)
 
 
 def _payload(planner: SavePlanner, item: WriteItem) -> tuple[int, bytes | ObjectBytes]:

@@ -28,7 +28,7 @@ from terrazzo._torch.flex import checks, plain_flex, replace_flex, restore_flex
 from terrazzo.comm import differentiable as typed
 from terrazzo.comm.axis import Axis, axis_of
 from terrazzo.comm.collectives import all_gather
-from terrazzo.errors import DTensorArgumentError, DTensorError, UnsupportedCallError
+from terrazzo.errors import DTensorArgumentError, DTensorError, UnsupportedCallError, UnsupportedValueError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard
 from terrazzo.tensor.convert import current_mesh
 from terrazzo.tensor.dtensor import DTensor, wrap
@@ -134,8 +134,12 @@ def set_rotate_method(rotate_method: str) -> None:
     _rotate = rotate_method  # type: ignore[assignment]  # one of the two
 
 
-def context_parallel_unshard(mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[Tensor]:
+def context_parallel_unshard(
+    mesh: DeviceMesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], load_balancer: Any = None
+) -> list[Tensor]:
     """The whole sequences, from tensors that hold this rank's part under `context_parallel`; without gradients.
+
+    `load_balancer` must be None: parts are always those of `context_parallel`.
 
     >>> from terrazzo.tensor import init_device_mesh
     >>> mesh, x = init_device_mesh("cpu", (1,)), torch.arange(4.0)
@@ -144,6 +148,11 @@ def context_parallel_unshard(mesh: DeviceMesh, buffers: Sequence[Tensor], seq_di
     >>> whole
     [tensor([0., 2., 4., 6.])]
     """
+    if load_balancer is not None:
+        raise UnsupportedValueError(
+            f"context_parallel_unshard knows the parts that context_parallel makes, not those of "
+            f"{type(load_balancer).__name__}: leave load_balancer out"
+        )
     axis = axis_of(current_mesh(mesh), 0)
     result = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
