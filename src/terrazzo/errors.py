@@ -347,6 +347,10 @@ class LossScaleError(EngineError, FloatingPointError):
     """Gradients overflow at the smallest loss scale."""
 
 
+class UnfinishedError(EngineError):
+    """A step or a load failed halfway, so the run cannot be saved or continued until a checkpoint is loaded."""
+
+
 class StateNameError(EngineError, KeyError):
     """The client state of a checkpoint uses names that the engine uses itself."""
 

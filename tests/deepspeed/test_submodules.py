@@ -19,7 +19,7 @@ import terrazzo.deepspeed as deepspeed
 from engine.runs import batches, config, loss_of, make_model
 from ranks import fresh_values, run_ranks
 from terrazzo.deepspeed.submodules import ABSENT, SUBMODULES
-from terrazzo.errors import EngineCallError, EngineConfigError, EngineError
+from terrazzo.errors import EngineCallError, EngineConfigError, EngineError, RankError
 
 pytestmark = pytest.mark.on_late
 
@@ -208,6 +208,23 @@ def check_getters() -> None:
     ):
         engine, *_ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1} | given)
         assert engine.communication_data_type is dtype
+
+
+def check_errors_of_the_first_rank(folder: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    monitor = {"tensorboard": {"enabled": False}, "csv_monitor": {"enabled": True, "output_path": f"{folder}/file"}}
+    settings = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}}
+    if dist.get_rank() == 0:
+        open(f"{folder}/file", "w").close()
+    with pytest.raises(EngineConfigError, match="(?s)opening the config's monitors.*rank 0.*NotADirectoryError"):
+        deepspeed.initialize(model=torch.nn.Linear(2, 2), config=settings | monitor)
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    with pytest.raises(RankError, match="(?s)rank 0.*(NotADirectoryError|FileExistsError)"):
+        engine.save_16bit_model(f"{folder}/file")
+
+
+def test_an_error_of_the_rank_that_writes_is_one_on_all(tmp_path):
+    run_ranks(2, check_errors_of_the_first_rank, str(tmp_path))
 
 
 def test_settings_are_those_with_which_the_engine_runs():

@@ -7,6 +7,7 @@ import enum
 import logging
 import os
 import random
+import shutil
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,21 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 import terrazzo
-from engine.runs import averaged, config, engine_of, make_model, train, train_plainly, weights
+from engine.runs import averaged, batches, config, engine_of, loss_of, make_model, train, train_plainly, weights
 from ranks import device_type, run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointManager, PerRank, verify
 from terrazzo.engine import initialize
 from terrazzo.engine.content import content
 from terrazzo.errors import (
+    CheckpointError,
+    CheckpointException,
     CheckpointExistsError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     DivergentValueError,
     EngineError,
     StateNameError,
+    UnfinishedError,
 )
 
 pytestmark = pytest.mark.on_late
@@ -136,6 +140,79 @@ def test_what_a_checkpoint_holds(tmp_path):
     assert stored["ds_config"]["zero_optimization"]["stage"] == 3
     assert stored["version"] == terrazzo.__version__ and stored["mine"] == [1, 2]
     assert "rng@0" in stored and "rng@1" in stored
+
+
+def check_unfinished(folder: str) -> list[float]:
+    engine = engine_of(2)
+    train(engine, BEFORE)
+    engine.save_checkpoint(folder, "good")
+    step = engine.optimizer.step
+
+    def broken() -> None:
+        step()
+        if dist.get_rank() == 1:
+            raise OSError("no more memory")
+
+    engine.optimizer.step = broken
+    rank = dist.get_rank()
+    x, y = (each.chunk(2)[rank] for each in next(batches(1, BEFORE)))
+    engine.backward(loss_of(engine, x, y))
+    try:
+        engine.step()
+    except OSError:
+        assert rank == 1 and engine.unfinished == f"step {BEFORE + 1}" and engine.global_steps == BEFORE
+    else:
+        assert rank == 0 and engine.unfinished is None
+    engine.optimizer.step = step
+    with pytest.raises(CheckpointException, match="UnfinishedError: save_checkpoint: step 4 failed on rank 1 when"):
+        engine.save_checkpoint(folder, "bad")
+    if rank == 1:
+        with pytest.raises(UnfinishedError, match="step: step 4 failed on rank 1"):
+            engine.step()
+        with CheckpointManager(os.path.join(folder, "managed"), save=1) as manager, pytest.raises(UnfinishedError):
+            engine.save_step(manager)
+    else:
+        CheckpointManager(os.path.join(folder, "managed"), save=1).close()
+    engine.load_checkpoint(folder, "good", load_optimizer_states=False)
+    assert (engine.unfinished is None) is (rank == 0)  # its optimizer has still done a step too many
+
+    # A load that fails after it has begun to read is the same; one that finds that nothing fits is not.
+    engine.load_checkpoint(folder, "good")
+    assert engine.unfinished is None
+    if rank == 0:
+        shutil.copytree(os.path.join(folder, "good"), os.path.join(folder, "damaged"))
+        for file in Path(folder, "damaged").glob("data-*"):
+            data = bytearray(file.read_bytes())
+            data[4096:] = bytes(len(data) - 4096)
+            file.write_bytes(data)
+    dist.barrier()
+    other = initialize(torch.nn.Linear(2, 3), config=config(2))
+    with pytest.raises(CheckpointMismatchError):
+        other.load_checkpoint(folder, "good")
+    assert other.unfinished is None
+    with pytest.raises((CheckpointError, CheckpointException)):
+        engine.load_checkpoint(folder, "damaged")
+    assert engine.unfinished == f"loading {folder}/damaged"
+    with pytest.raises(CheckpointException, match="loading .*damaged failed on rank"):
+        engine.save_checkpoint(folder, "bad")
+    assert engine.load_checkpoint(folder, "good")[0] is not None and engine.unfinished is None
+    losses = train(engine, STEPS - BEFORE, start=BEFORE)
+    engine.save_checkpoint(folder, "after")
+    # Gradients that have been accumulated are not those of the parameters that are loaded.
+    engine = engine_of(1, gradient_accumulation_steps=2)
+    engine.backward(loss_of(engine, x[:2], y[:2]))
+    engine.step()
+    assert not engine.between_steps
+    engine.load_checkpoint(folder, "good")
+    assert engine.between_steps
+    return losses + train(engine, STEPS - BEFORE, start=BEFORE)
+
+
+def test_a_run_that_failed_halfway_is_neither_saved_nor_continued(tmp_path):
+    expected = train_plainly(STEPS)[0][BEFORE:]
+    for losses in run_ranks(2, check_unfinished, str(tmp_path)):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected * 2), rtol=1e-5, atol=1e-5)
+    assert {path.parent.name for path in tmp_path.glob("*/manifest.terrazzo")} == {"good", "damaged", "after"}
 
 
 class Kind(enum.Enum):

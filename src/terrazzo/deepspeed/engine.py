@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from terrazzo.comm import ControlPlane
 from terrazzo.deepspeed.dataloader import DeepSpeedDataLoader, make_loader
 from terrazzo.deepspeed.engines import forget, load_whole, remember, show_between_steps, shows_whole
 from terrazzo.deepspeed.offloading import check_reloaded, offload_states, reload_states
@@ -24,6 +25,7 @@ from terrazzo.deepspeed.zero.config import OffloadDeviceEnum, OffloadStateTypeEn
 from terrazzo.deepspeed.zero.status import mark
 from terrazzo.engine import Engine
 from terrazzo.engine.lr import Scheduler
+from terrazzo.engine.saving import refuse_unfinished
 from terrazzo.errors import EngineConfigError, EngineError
 
 Results = tuple["DeepSpeedEngine", DeepSpeedOptimizer | None, DataLoader[Any] | None, Scheduler | None]
@@ -231,11 +233,16 @@ class DeepSpeedEngine(nn.Module):
         """
         if self.core.stage == 3 and not setting(self.config, "zero_gather_16bit_weights_on_model_save"):
             return False
+        refuse_unfinished(self.core, "save_16bit_model")
         gathered = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        if gathered is not None:
-            os.makedirs(save_dir, exist_ok=True)
-            torch.save(gathered, os.path.join(save_dir, save_filename))
-        dist.barrier()
+        path = os.path.join(save_dir, save_filename)
+
+        def write() -> None:
+            if gathered is not None:
+                os.makedirs(save_dir, exist_ok=True)
+                torch.save(gathered, path)
+
+        ControlPlane.for_group().run_together(write, f"writing {path}")
         return True
 
     save_fp16_model = save_16bit_model

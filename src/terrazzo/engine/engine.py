@@ -38,10 +38,17 @@ from terrazzo.engine.placing import RankRoles, compile_together, compute_dtype, 
 from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.reports import CommsReport, FlopsReport
 from terrazzo.engine.sampler import ResumableSampler
-from terrazzo.engine.saving import find_to_load, load_engine, load_step, save_engine, save_step
+from terrazzo.engine.saving import (
+    find_to_load,
+    load_engine,
+    load_step,
+    refuse_unfinished,
+    save_engine,
+    save_step,
+)
 from terrazzo.engine.sequence import SharedSequences
 from terrazzo.engine.sparse import SparseEmbeddings
-from terrazzo.errors import EngineCallError, EngineConfigError, EngineError
+from terrazzo.errors import EngineCallError, EngineConfigError, EngineError, RankError
 from terrazzo.fsdp.module import expect_backward
 from terrazzo.layout.drawing import Shown
 
@@ -85,6 +92,8 @@ class Engine(Shown):
         skipped_steps: the number of steps that were skipped because gradients overflowed.
         global_samples: the number of samples trained on, on all ranks.
         step_applied: whether the last `step` changed the parameters.
+        unfinished: what failed after it had begun to change the run's state, such as "step 7"; else None. Until a
+            checkpoint is loaded, `step` and saving are errors then.
         watchers: functions that are called with the engine after each optimizer step, as monitors are.
         show: called whenever the engine has resharded all parameters; does nothing unless another function is set.
         sequences: with `sequence_parallel_size`, how sequences are cut: `sequences.part(y)` is this rank's part of a
@@ -139,6 +148,7 @@ class Engine(Shown):
         self.global_samples = 0
         self.skipped_steps = 0
         self.step_applied = False
+        self.unfinished: str | None = None
         self.watchers: list[Callable[[Engine], None]] = []
         self.show: Callable[[], None] = lambda: None
         self.losses = Losses(self)
@@ -165,8 +175,15 @@ class Engine(Shown):
     def _reports(self, module: nn.Module) -> tuple[FlopsReport | None, CommsReport | None]:
         """The reports that the config asks for."""
         first = dist.get_rank() == 0
-        if first and (found := monitors_of(self.config)):
-            self.watchers.append(watcher(found))
+        config = self.config
+        if config.tensorboard.enabled or config.csv_monitor.enabled or config.wandb.enabled:
+            try:
+                found = ControlPlane.for_group().run_together(
+                    lambda: monitors_of(config) if first else [], "opening the config's monitors"
+                )
+            except RankError as error:
+                raise EngineConfigError(str(error)) from error
+            self.watchers += [watcher(found)] if found else []
         flops = None
         if first and self.config.flops_profiler.enabled:
             flops = FlopsReport(module, self.config.flops_profiler)
@@ -291,6 +308,7 @@ class Engine(Shown):
             lr_kwargs: keyword arguments for the lr scheduler's `step`.
         """
         self._refuse_in_pipeline("step")
+        refuse_unfinished(self, "step")
         if not self._syncing:
             raise EngineCallError(
                 "It is illegal to call Engine.step() inside no_sync context manager, because gradients have not been "
@@ -329,6 +347,7 @@ class Engine(Shown):
             The mean loss of the whole batch, on every rank.
         """
         pipeline = self._needs_pipeline("train_batch")
+        refuse_unfinished(self, "train_batch")
         with self.losses.own_backward():
             loss = pipeline.train(args, target, kwargs, scale=self.loss_scale.value, zero_stage=self.stage)
         self.micro_steps += self.batch.accumulation
@@ -373,6 +392,7 @@ class Engine(Shown):
                 "step %d skipped: gradients overflow at loss scale %g", self.global_steps, self.loss_scale.value
             )
         else:
+            self.unfinished = f"step {self.global_steps + 1}"
             (self.optimizer if self.pages is None else self.pages).step()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
@@ -385,6 +405,7 @@ class Engine(Shown):
             self.data_sampler.end_step()
         if self.random_ltd is not None:
             self.random_ltd.end_step(self.global_steps, self.batch.total)
+        self.unfinished = None
         if self.config.steps_per_print is not None and self.global_steps % self.config.steps_per_print == 0:
             rates = ", ".join(f"{rate:g}" for rate in self.get_lr())
             LOGGER.info("step %d, %d skipped, learning rate %s", self.global_steps, self.skipped_steps, rates)
@@ -577,6 +598,11 @@ class Engine(Shown):
     def between_steps(self) -> bool:
         """Whether there are no accumulated gradients that the optimizer has not used."""
         return not self.losses.pending
+
+    def drop_gradients(self) -> None:
+        """Discard the gradients that have been accumulated since the last step, as loading a checkpoint does."""
+        self.module.zero_grad(set_to_none=True)
+        self.losses.drop()
 
     @property
     def gradient_scale(self) -> float:

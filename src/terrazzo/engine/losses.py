@@ -133,5 +133,10 @@ class Losses:
 
     def end_step(self) -> None:
         """Called when the optimizer has stepped, or the step was skipped."""
+        self.last = self._total
+        self.drop()
+
+    def drop(self) -> None:
+        """Called when the gradients are gone."""
         self._own = self._direct = self.scaled = False
-        self.last, self._total, self.backwards = self._total, None, 0
+        self._total, self.backwards, self._reduced = None, 0, True

@@ -76,11 +76,9 @@ class PagedState:
         self._placed: dict[Tensor, _Placed] = {}
 
     def mend(self) -> None:
-        """Called when all has been loaded: of a step that was left half done the gradients go, too."""
+        """Called when all has been loaded."""
         self.drop_pages()
-        if self.failed is not None:
-            self.failed = None
-            self.optimizer.zero_grad(set_to_none=True)
+        self.failed = None
 
     def step(self) -> None:
         """The optimizer's step, with the same result; all ranks call it, and if it fails on one, all raise."""

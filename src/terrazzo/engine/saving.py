@@ -69,6 +69,7 @@ from terrazzo.errors import (
     DivergentValueError,
     EngineError,
     EngineValueError,
+    UnfinishedError,
 )
 
 Result = TypeVar("Result")
@@ -97,6 +98,8 @@ def save_engine(
     """Save everything; the future is done once the checkpoint is committed and `latest` names it."""
     if not save_dir:
         raise EngineValueError(f"save_checkpoint needs a folder, but save_dir is {save_dir!r}; '.' is the current one")
+    if engine.pages is not None:
+        engine.pages.check()  # if a step failed, all ranks know
     if not engine.between_steps:
         warnings.warn(
             f"save_checkpoint after micro-batch {engine.micro_steps % engine.batch.accumulation} of "
@@ -108,7 +111,12 @@ def save_engine(
     tag = checked_tag(name_of_step(engine.global_steps) if tag is None else tag, plane)
     folder = Place(save_dir)
     ranks = Teams(timeout=timeout)
-    ranks.team(f"looking at {folder / tag}").together(lambda: _check_no_link(folder, tag))
+
+    def look() -> None:
+        refuse_unfinished(engine, "save_checkpoint")
+        _check_no_link(folder, tag)
+
+    ranks.team(f"looking at {folder / tag}").together(look)
     job = JobLease(folder.store)
     while not ranks.team(f"looking at {folder}").first(lambda: b"free" if job.is_free() else b""):
         pass  # a manager's job had it, which may be dead; it waits for a moment
@@ -139,6 +147,7 @@ def save_step(
     exclude_frozen: bool,
 ) -> bool:
     """Save the run if a manager's policy selects its step; returns whether it does."""
+    refuse_unfinished(engine, "save_step")
     if not engine.between_steps:
         return False
     check_client_names(client_state)
@@ -146,6 +155,16 @@ def save_step(
     return manager.save(
         engine.global_steps, make, metrics, force=force, planner=_planner(engine), in_background=engine.pages is None
     )
+
+
+def refuse_unfinished(engine: Trained, what: str) -> None:
+    """Raise if the parameters, the optimizer's state and the counters are not those of one step."""
+    if engine.unfinished is not None:
+        raise UnfinishedError(
+            f"{what}: {engine.unfinished} failed on rank {dist.get_rank()} when it had begun to change the run, so "
+            "parameters and counters are not those of one step: load a checkpoint with the optimizer's states, or "
+            "start the run again"
+        )
 
 
 class _RunPlanner(DefaultSavePlanner):
@@ -282,6 +301,8 @@ def load_engine(
 
     reader, checkpoint, values, position, state, copies = _on_all_ranks(f"loading {path}", look)
 
+    before = engine.unfinished
+
     def restore() -> None:
         wanted: dict[str, Any] = {"module": state}
         live = optimizer_state(engine) if optimizer and not module_only else None
@@ -290,9 +311,10 @@ def load_engine(
         load(
             wanted,
             storage_reader=reader,
-            planner=_MarkingPlanner() if engine.pages is None else _PagedLoadPlanner(engine.pages),
+            planner=_LoadPlanner(engine, path) if engine.pages is None else _PagedLoadPlanner(engine, path),
         )
         _finish_module(engine, state, copies)
+        engine.drop_gradients()  # they are those of other parameters
         if live is not None:
             here = {first: name for name, first in _tied(engine).items()}
             groups = _param_groups(engine, values.get("optimizer", {}).get("param_groups", []), live["param_groups"])
@@ -310,26 +332,29 @@ def load_engine(
             engine.loss_scale.load_state_dict(values["loss_scaler"])
         _restore_parts(engine, values, position, lr_scheduler=lr_scheduler)
         _restore_random(checkpoint)
+    engine.unfinished = before if module_only or not optimizer else None
     mark("read")
     return client_state_of(values)
 
 
-class _MarkingPlanner(DefaultLoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, engine: Trained, path: Place) -> None:
+        super().__init__()
+        self._engine, self._path = engine, path
+
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         mark("planned")
+        self._engine.unfinished = f"loading {self._path}"  # from here on it changes the run
         return super().finish_plan(new_plan)
 
 
-class _PagedLoadPlanner(_MarkingPlanner):
+class _PagedLoadPlanner(_LoadPlanner):
     """Of state in files, only what is being read is in memory."""
-
-    def __init__(self, pages: PagedState) -> None:
-        super().__init__()
-        self._pages = pages
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         tensor = super().resolve_tensor(read_item)
-        self._pages.look_at(tensor, for_writing=True)
+        assert self._engine.pages is not None
+        self._engine.pages.look_at(tensor, for_writing=True)
         return tensor
 
 

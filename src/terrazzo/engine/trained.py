@@ -41,6 +41,7 @@ class Trained(Protocol):
     global_steps: int
     global_samples: int
     skipped_steps: int
+    unfinished: str | None
 
     @property
     def between_steps(self) -> bool:
@@ -53,6 +54,9 @@ class Trained(Protocol):
     @property
     def mp_world_size(self) -> int:
         """How many ranks hold parts of one model."""
+
+    def drop_gradients(self) -> None:
+        """Discard the gradients that have been accumulated."""
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The model's state."""

@@ -21,9 +21,7 @@ import posixpath
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
-from terrazzo.engine.saving import find_checkpoint
+from terrazzo.engine.saving import find_to_load
 from terrazzo.errors import EngineError
 
 if TYPE_CHECKING:
@@ -63,10 +61,7 @@ def resume(engine: Engine) -> dict[str, Any] | None:
 
     storage = train.get_context().get_storage()
     own = _url(storage.storage_filesystem, storage.experiment_fs_path)
-    found = [find_checkpoint(own, None) is not None] if not dist.is_initialized() or dist.get_rank() == 0 else [False]
-    if dist.is_initialized():  # one rank looks for all: a folder may show a checkpoint to some ranks earlier
-        dist.broadcast_object_list(found, src=0)
-    if found[0]:
+    if find_to_load(own, None) is not None:
         return engine.load_checkpoint(own)[1]
     checkpoint = train.get_checkpoint()
     if checkpoint is None:
