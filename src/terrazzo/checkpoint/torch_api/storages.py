@@ -289,6 +289,10 @@ class RowWriter(SaveSide, StorageWriter):
         return [self.placed(plan, arranged, rank) for rank, plan in enumerate(plans)]
 
     def arranged_of(self, plans: Sequence[SavePlan]) -> bytes:
+        for plan in plans:
+            match plan.storage_data:
+                case (bytes(arranged), int()):  # they have been `placed`: files may be reserved, which is done once
+                    return arranged
         return self.arranged([self.about(rows_of(plan.items)) for plan in plans])
 
     def begin(self, arranged: bytes, rank: int) -> None:
