@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.checkpoint import PerRank
+from terrazzo.checkpoint.formats.deepspeed.new_folder import NewFolder, new_save
 from terrazzo.checkpoint.formats.deepspeed.partitions import STACK, Placed, layer_of
 from terrazzo.checkpoint.formats.deepspeed.writing import (
-    NewFolder,
     RunLayout,
     apart,
     expert_files,
@@ -64,7 +64,7 @@ def save_in_deepspeed_layout(
         )
     plane = ControlPlane.for_group()
     rank = engine.ranks.data.index
-    new = NewFolder(folder / tag)
+    new = NewFolder(folder / tag, plane.broadcast(new_save().encode() if plane.index == 0 else None).decode())
     if b"1" in plane.all_gather(b"1" if new.is_taken() else b"0"):
         raise new.refusal()
 
@@ -73,6 +73,25 @@ def save_in_deepspeed_layout(
             new.prepare()
 
     plane.run_together(prepare, f"preparing {folder / tag}")
+    try:
+        _write(engine, new, client_state, plane, layers, exclude_frozen=exclude_frozen)
+    except BaseException:
+        if rank == 0:
+            new.discard()
+        raise
+
+
+def _write(
+    engine: Trained,
+    new: NewFolder,
+    client_state: Mapping[str, Any],
+    plane: ControlPlane,
+    layers: Mapping[str, tuple[int, int]],
+    *,
+    exclude_frozen: bool,
+) -> None:
+    """Write all files, and commit."""
+    rank = engine.ranks.data.index
     state = content(engine, client_state, exclude_frozen=exclude_frozen)
     layout = _layout(engine, state, layers)
     # Every rank gathers the same tensors in the same order.
@@ -87,20 +106,19 @@ def save_in_deepspeed_layout(
     experts = expert_files(layout, tensors.experts, rank)
 
     def write() -> None:
-        write_file(new.store, layout.optim_file(rank), optimizer)
-        for file, expert in experts.items():
-            write_file(new.store, file, expert)
+        files = {layout.optim_file(rank): optimizer, **experts}
         name = layout.model_file(rank)
-        if name is not None:
-            write_file(new.store, name, model)
+        for file, contents in (files if name is None else {**files, name: model}).items():
+            new.check()
+            write_file(new.store, file, contents)
 
-    plane.run_together(write, f"writing {folder / tag}")
+    plane.run_together(write, f"writing {new.target}")
 
     def commit() -> None:
         if rank == 0:
             new.commit(layout.files())
 
-    plane.run_together(commit, f"committing {folder / tag}")
+    plane.run_together(commit, f"committing {new.target}")
 
 
 def _layers(engine: Trained) -> dict[str, tuple[int, int]]:

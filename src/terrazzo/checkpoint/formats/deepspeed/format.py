@@ -30,9 +30,9 @@ from terrazzo.checkpoint.formats.deepspeed.files import (
     steps_in,
     understood,
 )
+from terrazzo.checkpoint.formats.deepspeed.new_folder import NewFolder, new_save
 from terrazzo.checkpoint.formats.deepspeed.partitions import Placed, refuse_experts
 from terrazzo.checkpoint.formats.deepspeed.writing import (
-    NewFolder,
     RunLayout,
     loss_scaler,
     model_states,
@@ -148,7 +148,7 @@ class DeepSpeed(Format):
 
     def write(self, reader: StorageReader, target: Place, how: Writing) -> None:
         """Convert a training engine's checkpoint, of any format and any number of ranks."""
-        folder = NewFolder(target)
+        folder = NewFolder(target, new_save())
         if folder.is_taken():
             raise folder.refusal()
         source = Source(reader)
@@ -286,6 +286,7 @@ def _write(source: Source, folder: NewFolder, how: Writing) -> None:
     folder.prepare()
     try:
         for rank in range(layout.ranks):
+            folder.check()
             clip = float(config.get("gradient_clipping") or 0.0)
             write_file(folder.store, layout.optim_file(rank), optim_states(layout, tensors, rank, scaler, clip, config))
             name = layout.model_file(rank)
