@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from terrazzo._torch.autograd import functorch_active
 from terrazzo._torch.declared import like, private, replace
 from terrazzo._torch.dispatching import tree_leaves
 
@@ -23,7 +24,8 @@ def install(is_ours: type, grad_and_value: Callable[..., Any], refuse_jvp: Calla
 
     def grad_and_value_impl(func: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
         positions = (argnums,) if isinstance(argnums, int) else argnums
-        if not there([args[i] for i in positions if -len(args) <= i < len(args)]):
+        # In another transform, which wraps tensors, functorch differentiates the operators of the DTensors inside.
+        if functorch_active() or not there([args[i] for i in positions if -len(args) <= i < len(args)]):
             return _grad(func, argnums, has_aux, args, kwargs)
         return grad_and_value(func, argnums, has_aux, args, kwargs)
 

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from terrazzo._torch.autograd import forward_mode_active, functorch_active
+from terrazzo._torch.autograd import forward_mode_active, functorch_active, is_transformed, outside_transforms
 from terrazzo._torch.tensors import is_view
 from terrazzo.comm import collectives, observe
 from terrazzo.comm.axis import Axis
@@ -57,7 +57,7 @@ def _differentiates(x: Tensor) -> bool:
     # Both hide the computation from requires_grad, so their inner tensors would be treated as constants.
     if forward_mode_active() and forward_ad.unpack_dual(x).tangent is not None:
         raise CommError("communication has no forward-mode derivative: use backward, or autograd.grad twice for a jvp")
-    if functorch_active():
+    if functorch_active() and is_transformed(x):
         raise CommError("torch.func's transforms cannot pass through communication: use autograd.grad instead")
     return x.requires_grad and torch.is_grad_enabled()
 
@@ -94,6 +94,9 @@ _apply = super(Function, _Node).apply
 
 def _run(row: _Row, x: Tensor, axis: Axis, *args: Any, wait: Callable[[], Tensor] | None = None) -> Tensor:
     """The row's result, differentiable; `wait` waits for it if its communication was started before."""
+    if functorch_active() and not is_transformed(x):  # for the transforms it is a constant
+        with outside_transforms():
+            return _run(row, x, axis, *args, wait=wait)
     if _differentiates(x):
         result: Tensor = _apply(x, row, axis, args, wait)
         return result
@@ -111,8 +114,7 @@ def cast(x: Tensor, axis: Axis) -> Tensor:
     """A replicated value for ranks that use it differently: the same values; its gradient is summed over the ranks."""
     if axis.size == 1 or not _differentiates(x):
         return x
-    result: Tensor = _apply(x, _CAST, axis, (), None)
-    return result
+    return _run(_CAST, x, axis)
 
 
 def reduce_replicate(x: Tensor, axis: Axis, op: str = "sum", pending: _Pending = None) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import has_torch_function
 
-from terrazzo._torch.autograd import run_backward
+from terrazzo._torch.autograd import is_transformed, run_backward
 from terrazzo._torch.dispatching import without_subclass_functions
 from terrazzo._torch.tensors import is_view
 from terrazzo._torch.tensors import make_wrapper as _make
@@ -168,7 +168,8 @@ def key_of(value: Any, key: list[Any], func: Any) -> Any:
         key.append(value._layout)
         return value._local
     if isinstance(value, torch.Tensor):
-        if not has_torch_function((value,)) and value.dim() == 0 and not value.requires_grad:
+        asks = has_torch_function((value,)) or is_transformed(value)
+        if not asks and value.dim() == 0 and not value.requires_grad:
             key.append(NUMBER_TENSOR)
             return value
         raise Unkeyable("a plain tensor")

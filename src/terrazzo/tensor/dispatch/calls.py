@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from terrazzo._torch.dispatching import run_without_overrides_once
+from terrazzo._torch.dispatching import run_without_overrides_once, without_subclass_functions
 from terrazzo.errors import CommError
 from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.fallback import replicate_and_run
@@ -20,7 +20,7 @@ from terrazzo.tensor.dispatch.keys import Route, any_number, remember, routes
 from terrazzo.tensor.dispatch.names import alias_of, canonical_name
 from terrazzo.tensor.dispatch.outside_mesh import not_known, results_outside_mesh, route_outside_mesh
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, Decomposed, leads_to_override, run_composite, take_apart
-from terrazzo.tensor.dispatch.plain import admit_plain_tensors, check_one_mesh, describe, first_layout
+from terrazzo.tensor.dispatch.plain import admit_plain_tensors, check_one_mesh, describe, first_layout, in_transform
 from terrazzo.tensor.dispatch.planner import make_plan
 from terrazzo.tensor.dispatch.routes import first_run
 from terrazzo.tensor.dispatch.shapes import check_shapes
@@ -39,6 +39,9 @@ _skip_one_hop = run_without_overrides_once
 
 def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key) -> Any:
     """Run `func`, and cache its route under `key` unless that is None."""
+    if key is None and in_transform([*args, *kwargs.values()]):
+        with without_subclass_functions():  # a transform takes it apart, and calls operators of the DTensors inside
+            return func(*args, **kwargs)
     if kwargs:
         if kwargs.get("out") is not None:
             return with_out(func, args, kwargs)

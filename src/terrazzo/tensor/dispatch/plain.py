@@ -37,7 +37,6 @@ def admit_plain_tensors(
     def walk(value: Any, where: str, admitted: bool) -> Any:
         nonlocal found
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            _refuse_transformed(name, where, value)
             admitted = admitted and admits is not None and admits(value)
             if value.numel() != 1 and not counts_as_replicated() and not admitted:
                 raise MixedTensorError(
@@ -74,13 +73,12 @@ def first_layout(values: Sequence[Any]) -> Layout | None:
     return None
 
 
-def _refuse_transformed(name: str, where: str, value: torch.Tensor) -> None:
-    if is_transformed(value):
-        raise DTensorError(
-            f"{name}: {where} belongs to a torch.func transform (vmap, vjp), mixed with a DTensor from outside the "
-            "transform; pass all DTensors to the transformed function as transformed arguments, or use torch.func.grad "
-            "or torch.autograd"
-        )
+def in_transform(values: Sequence[Any]) -> bool:
+    """Whether there are tensors that `torch.func`'s transforms have wrapped, also inside lists."""
+    return any(
+        in_transform(v) if type(v) in (list, tuple) else isinstance(v, torch.Tensor) and is_transformed(v)
+        for v in values
+    )
 
 
 def _notes_on(values: Sequence[Any]) -> str:
