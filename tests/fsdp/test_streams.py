@@ -74,7 +74,7 @@ class Recorded:
                 recorded.now = "compute"
 
         self.Event = Event
-        self.Line = Line
+        self.computes = Line("compute")
         self.priorities: list[int] = []
 
         def stream(device: Any, priority: int) -> Line:
@@ -84,7 +84,7 @@ class Recorded:
         self.Stream = stream
 
     def current_stream(self, index: int | None) -> Any:
-        return self.Line("compute")
+        return self.computes
 
     def stream(self, stream: Any) -> Any:
         return stream

@@ -235,9 +235,7 @@ class FSDPModule(_Module):
         Args:
             event: Recorded after the optimizer's step, on a stream of the accelerator.
         """
-        streams = root_of(_group(self)).streams
-        if streams is not None:
-            streams.follow(event)
+        root_of(_group(self)).executor.stepped = event
 
     # ------------------------------------------------------------------ communication
 

@@ -96,25 +96,25 @@ MUTATIONS = (
     Mutation(
         f"{_FSDP}.run.streams:Streams.mark_of",
         sharding.check_plain,
-        "event.record(self._device.current_stream(self._index) if stream is None else stream)",
+        "event.record(self._current() if stream is None else stream)",
         "pass",
     ),
     Mutation(
-        f"{_FSDP}.run.streams:Streams.mark_of",
+        f"{_FSDP}.run.streams:Streams._current",
         sharding.check_another_current_device,
         "current_stream(self._index)",
         "current_stream()",
     ),
     Mutation(
-        f"{_FSDP}.run.streams:Streams.on_stream",
-        sharding.check_another_current_device,
-        "device.current_stream(index)",
-        "device.current_stream()",
+        f"{_FSDP}.run.streams:Streams._behind_others",
+        sharding.check_shared_streams_beside_two,
+        "beside.wait_stream(other)",
+        "pass",
     ),
     Mutation(
-        f"{_FSDP}.run.streams:Streams._queued",
+        f"{_FSDP}.run.streams:Streams.begin_step",
         sharding.check_plain,
-        "self._marks[WRITTEN] = self.mark_of() if event is None else event",
+        "self._marks[WRITTEN] = self.mark_of() if stepped is None else stepped",
         "pass",
     ),
     Mutation(

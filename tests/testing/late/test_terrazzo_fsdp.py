@@ -16,7 +16,7 @@ from torch import nn
 
 from device_ranks import run_on_devices
 from late_ranks import run_late
-from terrazzo.fsdp import CPUOffloadPolicy, Int8Blocks, MixedPrecisionPolicy, fully_shard
+from terrazzo.fsdp import CPUOffloadPolicy, Int8Blocks, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from terrazzo.fsdp.plan.operations import Stream
 from terrazzo.tensor import init_device_mesh
 from terrazzo.testing import late
@@ -275,6 +275,40 @@ def check_models_with_the_same_streams(device):
     return {"losses": losses, "parameters": torch.zeros(1)}
 
 
+def check_shared_streams_beside_two(device):
+    """Two models compute on streams of the user's, which do not wait for each other, and communicate on the same ones:
+    by turns, and with the second one's forward before the first one's backward."""
+    streams = [torch.get_device_module(device.type).Stream(device) for _ in range(2)]
+    now, losses = torch.accelerator.current_stream(), []
+    for between in (False, True):
+        models = [sharded(device) for _ in streams]
+        share_comm_ctx(models)
+        optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+        turns = [[0, 1]] if between else [[0], [1]]
+        for stream in streams:
+            stream.wait_stream(now)
+        for step in range(3):
+            for turn in turns:
+                open_losses = {}
+                for k in turn:
+                    with torch.get_device_module(device.type).stream(streams[k]):
+                        tokens = batch(device, step, 0)
+                        open_losses[k] = F.cross_entropy(models[k](tokens).flatten(0, 1), tokens.flatten())
+                for k in turn:
+                    with torch.get_device_module(device.type).stream(streams[k]):
+                        open_losses[k].backward()
+                for k in turn:
+                    with torch.get_device_module(device.type).stream(streams[k]):
+                        optimizers[k].step()
+                        optimizers[k].zero_grad()
+                losses.extend(loss.detach() for loss in open_losses.values())
+        for stream in streams:
+            now.wait_stream(stream)
+    losses = torch.stack(losses).cpu()
+    assert torch.equal(losses, losses[::2].repeat_interleave(2)), losses
+    return {"losses": losses, "parameters": torch.zeros(1)}
+
+
 def check_worker_thread(device):
     values = []
 
@@ -418,6 +452,7 @@ OTHERS = (
     check_writes_between_two_runs,
     check_worker_thread,
     check_models_with_the_same_streams,
+    check_shared_streams_beside_two,
     check_another_current_device,
 )
 ON_REPLICAS = (
@@ -538,6 +573,7 @@ IN_BFLOAT16 = (
 TRAIN_OTHERWISE = (
     check_encoded_replicas,
     check_models_with_the_same_streams,
+    check_shared_streams_beside_two,
     check_offloaded_state_that_the_host_reads,
     check_writes_to_unsharded_parameters,
     check_writes_to_kept_parts,

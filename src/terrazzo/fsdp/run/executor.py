@@ -52,11 +52,14 @@ class Executor:
         watches: tuple[Watch, Watch],
         streams: Streams | None,
         observers: Sequence[Observer],
+        stepped: Any = None,
     ) -> None:
-        """`plan_with` follows. `watches` are those of the ranks that shard and of the replicas."""
+        """`plan_with` follows. `watches` are those of the ranks that shard and of the replicas. `stepped` is an
+        event of the user's, for which the next forward's gathers wait instead of for all that is queued."""
         self.units = {unit.index: unit for unit in units}  # by their numbers
         self.watch, self.watch_replicas = watches
         self.streams, self._observers = streams, observers
+        self.stepped = stepped
         self._nodes: dict[tuple[Spec, tuple[int, ...], State], _Node] = {}
         self._node = _Node(Spec((), False), (), state)
 
@@ -142,6 +145,8 @@ class Executor:
         """The call for an operation; None if there is nothing to do."""
         call = self._plain_call(operation)
         if self.streams is not None:
+            if operation.kind is Kind.QUEUED:
+                return self._begin_step
             if call is None and not operation.waits and operation.records is None:
                 return None
             return self.streams.on_stream(operation, call)
@@ -160,6 +165,11 @@ class Executor:
         if kind is Kind.REDUCE:
             return _noted(call, self.watch, unit, "reduce")
         return _noted(call, self.watch_replicas, unit, "all-reduce") if kind is Kind.ALL_REDUCE else call
+
+    def _begin_step(self) -> None:
+        assert self.streams is not None
+        stepped, self.stepped = self.stepped, None
+        self.streams.begin_step(stepped)
 
     def _settle(self) -> None:
         for unit in self.units.values():

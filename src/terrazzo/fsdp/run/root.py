@@ -96,13 +96,13 @@ class Root:
     def streams(self) -> Streams | None:
         return self.executor.streams
 
-    def _use(self, units: Mapping[Unit, Where], state: State, streams: Streams | None) -> None:
+    def _use(self, units: Mapping[Unit, Where], state: State, streams: Streams | None, stepped: Any = None) -> None:
         """Have these units from now on, where they are, and else in this state."""
         where = [Where.SHARDED] * len(self.groups)
         for unit, now in units.items():
             where[unit.index] = now
         state, watches = replace(state, where=tuple(where)), (self.watch, self.watch_replicas)
-        self.executor = Executor(units, state, watches, streams, self.observers)
+        self.executor = Executor(units, state, watches, streams, self.observers, stepped)
 
     # ------------------------------------------------------------------ which groups share a unit
 
@@ -140,7 +140,7 @@ class Root:
         with torch.inference_mode(False):
             units = form(runs)
         where = {unit: self.state.where[unit.index] if unit in self.units else Where.SHARDED for unit in units}
-        self._use(where, self.state.anew(), self.streams)
+        self._use(where, self.state.anew(), self.streams, self.executor.stepped)
         self._orders.clear()
         self.passes.clear()
         self._resize()
@@ -447,7 +447,8 @@ class Root:
         self._join()
         for watch in (self.watch, self.watch_replicas):
             watch.follow(other.streams)
-        self._use({unit: self.state.where[unit.index] for unit in self.units}, self.state, other.streams)
+        where = {unit: self.state.where[unit.index] for unit in self.units}
+        self._use(where, self.state, other.streams, self.executor.stepped)
         self._resize()
 
     def _join(self) -> None:

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from terrazzo.comm import wire
-from terrazzo.fsdp.plan.operations import COLLECTIVES, WRITTEN, Kind, Mark, Operation, Stream
-
-_STEPPED = Mark("stepped", -1)  # the user's event after an optimizer's step
+from terrazzo.fsdp.plan.operations import COLLECTIVES, WRITTEN, Mark, Operation, Stream
 
 
 class Streams:
     """The streams of `device` on which communication runs beside its current stream, which computes; and the marks on
-    all of them. The process's current device may be another one."""
+    all of them. The process's current device may be another one.
+
+    A mark is the last event of its name, and memory that communication has allocated may be freed by a program that
+    computes on several streams. So where there are several, what runs beside waits for all of them but the current one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._index = torch.get_device_module(device.type), device.index
@@ -24,16 +26,13 @@ class Streams:
         self._beside: dict[Stream, Any] = {
             stream: self._device.Stream(device, priority=-1) for stream in Stream if stream is not Stream.COMPUTE
         }
+        self._computing: list[Any] = []  # the streams that have been the current one
         self._marks: dict[Mark, Any] = {}
-
-    def follow(self, event: Any) -> None:
-        """Have the next forward's gathers wait for this event, instead of for everything queued before."""
-        self._marks[_STEPPED] = event
 
     def on_stream(self, operation: Operation, call: Callable[[], bool | None] | None) -> Callable[[], bool | None]:
         """`call` on the operation's stream, after waiting for its marks, and before recording its own mark, unless the
         call returns False."""
-        device, index, marks = self._device, self._index, self._marks
+        device, marks = self._device, self._marks
         waits, records = operation.waits, operation.records
         beside = self._beside.get(operation.stream)
         starts = operation.kind in COLLECTIVES
@@ -41,7 +40,7 @@ class Streams:
             return call  # most operations of a rank alone: to ask for the current stream takes microseconds
 
         def run() -> None:
-            stream = beside if beside is not None else device.current_stream(index)
+            stream = self._current() if beside is None else self._behind_others(beside)
             for mark in waits:
                 event = marks.get(mark)
                 if event is not None:
@@ -56,28 +55,44 @@ class Streams:
             if records is not None and found is not False:
                 marks[records] = self.mark_of(stream)
 
-        return self._queued if operation.kind is Kind.QUEUED else run
+        return run
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[Any]:
         """Queue on this stream, which is given, instead of the current one, collectives too."""
-        with self._device.stream(self._beside[stream]), wire.OnThisStream():
-            yield self._beside[stream]
+        beside = self._behind_others(self._beside[stream])
+        with self._device.stream(beside), wire.OnThisStream():
+            yield beside
+
+    def _current(self) -> Any:
+        """The current stream, which computes."""
+        stream = self._device.current_stream(self._index)
+        if stream not in self._computing:
+            self._computing.append(stream)
+        return stream
+
+    def _behind_others(self, beside: Any) -> Any:
+        """This stream, which now waits for what other streams than the current one have computed."""
+        if len(self._computing) > 1:
+            current = self._current()
+            for other in self._computing:
+                if other != current:
+                    beside.wait_stream(other)
+        return beside
 
     def mark_of(self, stream: Any = None) -> Any:
         """An event after everything that is queued on a stream; by default on the device's current one."""
         event = self._device.Event()
-        event.record(self._device.current_stream(self._index) if stream is None else stream)
+        event.record(self._current() if stream is None else stream)
         return event
 
     def join(self) -> None:
         """Have the device's current stream wait for all others, so that what they use may be dropped, or used with
         other streams."""
-        current = self._device.current_stream(self._index)
+        current = self._current()
         for stream in self._beside.values():
             current.wait_stream(stream)
 
-    def _queued(self) -> None:
-        """Record what the gather stream waits for: the user's event, once, or everything queued so far."""
-        event = self._marks.pop(_STEPPED, None)
-        self._marks[WRITTEN] = self.mark_of() if event is None else event
+    def begin_step(self, stepped: Any) -> None:
+        """Record what the gather stream waits for: the user's event, or everything queued so far if it is None."""
+        self._marks[WRITTEN] = self.mark_of() if stepped is None else stepped
