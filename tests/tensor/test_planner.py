@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 
 from ranks import run_ranks
+from terrazzo.comm.axis import _axes_by_mesh, axis_of
 from terrazzo.errors import DTensorError
 from terrazzo.layout import Layout, Partial, Placement, Replicate, Shard, moved_bytes
 from terrazzo.tensor import DTensor, explain, init_device_mesh
@@ -208,6 +211,14 @@ def what_explain_says() -> None:
         (Shard(0),)
     ]
     assert torch.equal(x.to_local(), before)
+    alone = DeviceMesh("cpu", [[3, 2], [1, 0]])
+    known = axis_of(alone, 0), axis_of(alone, 1)
+    if dist.get_rank() == 0:  # this makes no process group for both dims, for which it would wait
+        explain(torch.mean, DTensor.from_local(torch.zeros(4), alone, [Shard(0), Shard(0)]), 0)
+        images = DTensor.from_local(torch.zeros(1, 2, 3), alone, [Shard(0), Shard(0)])
+        explain(F.batch_norm, images, None, None, training=True)
+        explain(F.cross_entropy, images[:, :, 0], DTensor.from_local(torch.zeros(1).long(), alone, [Shard(0)] * 2))
+        assert {*_axes_by_mesh[id(alone)][1].values()} == {*known}
     apart = explain(torch.softmax, x.redistribute(placements=[Shard(1)]), 1)
     assert apart.choices == () and "softmax: " in str(apart)
     with pytest.raises(DTensorError, match="none of the arguments"):

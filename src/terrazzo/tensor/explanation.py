@@ -21,7 +21,7 @@ from terrazzo.tensor.dispatch.empties import takes_empty_shards
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.plain import check_one_mesh, describe
 from terrazzo.tensor.dispatch.planner import CallPlan, Choice, choices, make_plan
-from terrazzo.tensor.dispatch.spec import Call, Spec
+from terrazzo.tensor.dispatch.spec import HALF, Call, Spec, result_type
 from terrazzo.tensor.dispatch.structure import get_at, map_tensors, on_one_element
 from terrazzo.tensor.dispatch.terms import keep_terms, passing_terms
 from terrazzo.tensor.ops.forms import form_of
@@ -156,7 +156,7 @@ def _described(
 
 def _note(call: Call, spec: Spec, func: Any, loc: list[Any], kw: dict[str, Any]) -> str:
     """What else happens to the call, or why the plan is not used."""
-    plan = make_plan(call, spec, call.operands[0].layout if call.inplace else None)
+    plan = make_plan(call, spec, call.operands[0].layout if call.inplace else None, to_run=False)
     if plan is None:
         return "no candidate keeps the placements of the written tensor: the result is computed and then copied there"
     if call.operands[0].layout.coord is not None and not takes_empty_shards(spec, plan, func, loc, kw, call.inplace):
@@ -166,7 +166,7 @@ def _note(call: Call, spec: Spec, func: Any, loc: list[Any], kw: dict[str, Any])
             "not run as shown below: the dtype of the result cannot hold the terms of the operands, so these are "
             "reduced first"
         )
-    if plan.joined is not None and plan.joined.applies(loc, kw):
+    if spec.joined is not None and any(out.dual is not out for out in plan.outs) and result_type(loc, kw) in HALF:
         return "terms of this dtype are reduced at once, in float32; in bytes"
     return ""
 

@@ -24,7 +24,32 @@ def define() -> Any:
     library.impl("moments", lambda x, s: (x.sum(-1) * s, x.amax(-1)), "CompositeExplicitAutograd")
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", lambda x: x * 2, "CPU")
+    library.define("picky(Tensor x) -> Tensor")
+    library.impl("picky", picky, "CompositeImplicitAutograd")
     return library
+
+
+def picky(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype == torch.float64 and not x.numel():
+        raise RuntimeError("no empty tensors of float64")
+    return x * 2
+
+
+def empty_shards_of_some_types() -> None:
+    """One rank has no row, and the function takes such a tensor of one dtype alone."""
+    library = define()
+    op = torch.ops.terrazzo_loops.picky.default
+    mesh = init_device_mesh("cpu", (2,))
+    try:
+        for dtypes in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
+            register_loops(op, "mk -> mk")
+            for dtype in (*dtypes, *dtypes):
+                out = op(distribute_tensor(torch.ones(1, 3, dtype=dtype), mesh, [Shard(0)]))
+                assert out.full_tensor().tolist() == [[2.0] * 3]
+                assert (out.placements == (Shard(0),)) == (dtype == torch.float32)
+            unregister_sharding([op])
+    finally:
+        library._destroy()
 
 
 def sentences() -> None:
@@ -103,6 +128,10 @@ def whole_functions() -> None:
 
 def test_loops_of_custom_operators():
     run_ranks(2, sentences)
+
+
+def test_whether_a_function_takes_empty_shards_depends_on_their_dtype():
+    run_ranks(2, empty_shards_of_some_types)
 
 
 def test_whole_functions_and_decompositions():

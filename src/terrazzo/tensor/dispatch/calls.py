@@ -13,7 +13,7 @@ from typing import Any
 
 from terrazzo._torch.dispatching import run_without_overrides_once, without_subclass_functions
 from terrazzo.errors import CommError
-from terrazzo.tensor.dispatch.empties import takes_empty_shards
+from terrazzo.tensor.dispatch.empties import trial_of
 from terrazzo.tensor.dispatch.fallback import replicate_and_run
 from terrazzo.tensor.dispatch.inplace import run_in_place, with_out
 from terrazzo.tensor.dispatch.keys import Route, any_number, remember, routes
@@ -21,7 +21,7 @@ from terrazzo.tensor.dispatch.names import alias_of, canonical_name
 from terrazzo.tensor.dispatch.outside_mesh import not_known, results_outside_mesh, route_outside_mesh
 from terrazzo.tensor.dispatch.overrides import OVERRIDES, Decomposed, leads_to_override, run_composite, take_apart
 from terrazzo.tensor.dispatch.plain import admit_plain_tensors, check_one_mesh, describe, first_layout, in_transform
-from terrazzo.tensor.dispatch.planner import make_plan
+from terrazzo.tensor.dispatch.planner import CallPlan, make_plan
 from terrazzo.tensor.dispatch.routes import first_run
 from terrazzo.tensor.dispatch.shapes import check_shapes
 from terrazzo.tensor.dispatch.spec import Call, Spec
@@ -77,7 +77,7 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
             return _run_and_remember(override, func, args, kwargs, key)
         if override is not None:
             own = override(call, args, kwargs)
-            planned = None if own is None else _run_planned(call, own, args, loc, kw, kwargs)
+            planned = None if own is None else _run_planned(call, own, args, loc, kw, kwargs, _run_body_or_replicate)
             if planned is None:
                 return _run_and_remember(_run_body_or_replicate, func, args, kwargs, key)
             remember(key, planned[1])
@@ -91,24 +91,21 @@ def call_without_route(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         if isinstance(func, types.FunctionType):
             return _run_and_remember(_run_body, func, args, kwargs, key)
         return run_in_place(call, args, loc, kw, kwargs, key)
+    way = _by(entry, func, args, kwargs)
+    if call.operands[0].layout.coord is None:
+        way = _without_communication(way, name, call.operands[0].layout.mesh)
     if entry.how == "rule" and not _wants_in_place(func, args, kwargs):
         spec = apply_rule(call)
         if spec is not None and spec.guard is not None:
-            route = _guarded(spec.guard, spec, call, _by(entry, func, args, kwargs))
+            route = _guarded(spec.guard, spec, call, way)
             remember(key, route)
             return route(func, args, loc, kw, dict(kwargs))
-        planned = None if spec is None else _run_planned(call, spec, args, loc, kw, kwargs)
+        planned = None if spec is None else _run_planned(call, spec, args, loc, kw, kwargs, way)
         if planned is not None:
             remember(key, _outside(entry.context, planned[1]))
             return planned[0]
         if spec is None and not entry.draws:
             check_shapes(call, loc, kw)
-    way = _by(entry, func, args, kwargs)
-    if call.operands[0].layout.coord is None:
-        try:
-            return way(func, args, [], {}, dict(kwargs))
-        except CommError as error:  # it communicates, which a rank outside the mesh cannot
-            raise not_known(name, call.operands[0].layout.mesh) from error
     remember(key, _outside(entry.context, way))
     return way(func, args, [], {}, dict(kwargs))
 
@@ -151,14 +148,49 @@ def _in_form(form: Form, route: Route) -> Route:
 
 
 def _run_planned(
-    call: Call, spec: Spec, args: Sequence[Any], loc: list[Any], kw: dict[str, Any], kwargs: Mapping[str, Any]
+    call: Call,
+    spec: Spec,
+    args: Sequence[Any],
+    loc: list[Any],
+    kw: dict[str, Any],
+    kwargs: Mapping[str, Any],
+    way: Route,
 ) -> tuple[Any, Route] | None:
-    """Run the call as planned, and return its result and route; None if some rank could not run it."""
+    """Run the call as planned, and return its result and route; None if there is no plan.
+
+    Where some rank could not run it, for the dtypes of this call or of a later one, `way` runs.
+    """
     if spec.is_view is None:
         spec.is_view = alias_of(call.name) == "view"
     plan = make_plan(call, spec)
-    if plan is None or not takes_empty_shards(spec, plan, call.func, loc, kw):
+    if plan is None:
         return None
+    trial = trial_of(spec, plan)
+    if trial is None:
+        return _first_of_plan(call, spec, plan, args, loc, kw, kwargs)
+    planned: Route | None = None
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+        nonlocal planned
+        if not trial(func, loc, kw):
+            return way(func, args, loc, kw, kwargs)
+        if planned is not None:
+            return planned(func, args, loc, kw, kwargs)
+        result, planned = _first_of_plan(call, spec, plan, args, loc, kw, kwargs)
+        return result
+
+    return run(call.func, args, loc, kw, dict(kwargs)), run
+
+
+def _first_of_plan(
+    call: Call,
+    spec: Spec,
+    plan: CallPlan,
+    args: Sequence[Any],
+    loc: list[Any],
+    kw: dict[str, Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[Any, Route]:
     if call.operands[0].layout.coord is None:
         route = route_outside_mesh(call, plan)
         result = route(call.func, args, loc, kw, dict(kwargs))
@@ -184,14 +216,14 @@ def _guarded(guard: Callable[[Sequence[Any], Mapping[str, Any]], bool], spec: Sp
 
 
 def _planned_at_first(spec: Spec, call: Call, way: Route) -> Route:
-    """The planned route, made when the first call comes; `way` where some rank could not run it."""
+    """The planned route, made when the first call comes; `way` where there is no plan."""
     planned: Route | None = None
 
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         nonlocal planned
         if planned is not None:
             return planned(func, args, loc, kw, kwargs)
-        first = _run_planned(call, spec, args, list(loc), dict(kw), kwargs)
+        first = _run_planned(call, spec, args, list(loc), dict(kw), kwargs, way)
         planned = way if first is None else first[1]
         return way(func, args, loc, kw, kwargs) if first is None else first[0]
 
@@ -214,6 +246,18 @@ def _outside(context: Context | None, route: Route) -> Route:
 def _run_and_remember(route: Route, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key) -> Any:
     remember(key, route)
     return route(func, args, [], {}, dict(kwargs))
+
+
+def _without_communication(way: Route, name: str, mesh: Any) -> Route:
+    """`way` on a rank outside the mesh, which cannot communicate there."""
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+        try:
+            return way(func, args, [], {}, dict(kwargs))
+        except CommError as error:
+            raise not_known(name, mesh) from error
+
+    return run
 
 
 def _by(entry: Operation, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Route:

@@ -12,9 +12,9 @@ its results are noted on the local results.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,18 +25,44 @@ from terrazzo.tensor.dispatch.spec import LocalFunction, Spec
 from terrazzo.tensor.dispatch.structure import get_at, map_tensors, on_stand_ins
 from terrazzo.tensor.strides import Known, is_contiguous, is_thin, note_known, strides_in_memory, what_strides_say
 
+Trial: TypeAlias = Callable[[Any, Sequence[Any], Mapping[str, Any]], bool]
+"""Whether the function works on every rank: (function, args with locals, kwargs with locals) -> answer."""
 
-def takes_empty_shards(
-    spec: Spec, plan: CallPlan, func: Any, loc: Sequence[Any], kw: Mapping[str, Any], inplace: bool = False
-) -> bool:
-    """True when no rank has an empty shard under the plan, or when the caller's function works on one.
 
-    A rule that replaces the local function is responsible for empty shards itself.
+def trial_of(spec: Spec, plan: CallPlan, inplace: bool = False) -> Trial | None:
+    """The trial of a plan under which some rank has an empty shard; None if there is none, so that nothing can fail.
+
+    It is made once for each combination of dtypes, because a function may take empty tensors of some dtypes only. A
+    rule that replaces the local function is responsible for empty shards itself.
     """
     layouts = [o.dst for o in plan.operands]
     # `localize` may return None on some ranks; whether the rule has one is the same on all ranks.
     if spec.localize is not None or spec.never_empty or not any(leaves_a_rank_empty(layout) for layout in layouts):
-        return True
+        return None
+    outcomes: dict[tuple[torch.dtype, ...], bool] = {}
+
+    def trial(func: Any, loc: Sequence[Any], kw: Mapping[str, Any]) -> bool:
+        dtypes = tuple([get_at(loc, kw, o.path).dtype for o in plan.operands])
+        works = outcomes.get(dtypes)
+        if works is None:
+            works = outcomes[dtypes] = _works_everywhere(spec, plan, func, loc, kw, inplace)
+        return works
+
+    return trial
+
+
+def takes_empty_shards(
+    spec: Spec, plan: CallPlan, func: Any, loc: Sequence[Any], kw: Mapping[str, Any], inplace: bool = False
+) -> bool:
+    """True when no rank has an empty shard under the plan, or when the caller's function works on one."""
+    trial = trial_of(spec, plan, inplace)
+    return trial is None or trial(func, loc, kw)
+
+
+def _works_everywhere(
+    spec: Spec, plan: CallPlan, func: Any, loc: Sequence[Any], kw: Mapping[str, Any], inplace: bool
+) -> bool:
+    layouts = [o.dst for o in plan.operands]
     tried: set[tuple[tuple[int, ...], ...]] = set()
     for at in coordinates_of_all_shapes([*layouts, *plan.outs]):
         shapes = tuple(layout.lengths(at) for layout in layouts)

@@ -19,9 +19,9 @@ from terrazzo._torch.storages import memory_of
 from terrazzo._torch.tensors import is_view
 from terrazzo.errors import DTensorError, MixedTensorError, TerrazzoError
 from terrazzo.tensor.copied_view import check_autograd_allows, check_keeps_shape, check_writable, pass_on
-from terrazzo.tensor.dispatch.empties import takes_empty_shards
+from terrazzo.tensor.dispatch.empties import Trial, trial_of
 from terrazzo.tensor.dispatch.fallback import replicate_and_run_in_place
-from terrazzo.tensor.dispatch.keys import remember
+from terrazzo.tensor.dispatch.keys import Route, remember
 from terrazzo.tensor.dispatch.names import canonical_name
 from terrazzo.tensor.dispatch.outside_mesh import in_place_outside_mesh, without_data
 from terrazzo.tensor.dispatch.plain import replicated
@@ -31,6 +31,7 @@ from terrazzo.tensor.dispatch.spec import Call
 from terrazzo.tensor.dispatch.structure import on_one_element
 from terrazzo.tensor.dispatch.terms import checking_terms_in_place, keep_terms, passing_terms, without_terms
 from terrazzo.tensor.dtensor import DTensor, become, wrap
+from terrazzo.tensor.links import links
 from terrazzo.tensor.ops.table import apply_rule
 from terrazzo.tensor.redistribute import redistribute_local
 from terrazzo.tensor.strides import check_no_overlap
@@ -81,10 +82,13 @@ def run_in_place(
     if spec is not None and len(spec.outs) == 1 and tuple(spec.shapes[0]) == tuple(target.shape):
         plan = make_plan(call, spec, fixed_output=target._layout)
         stays = plan is not None and plan.operands[0].src is plan.operands[0].dst and not plan.operands[0].cast
-        if plan is not None and stays and takes_empty_shards(spec, plan, call.func, loc, kw, inplace=True):
+        trial = None if plan is None or not stays else trial_of(spec, plan, inplace=True)
+        if plan is not None and stays and (trial is None or trial(call.func, loc, kw)):
             run = in_place_route(call.name, plan)
             if terms := passing_terms(spec, plan, inplace=True):
                 run = checking_terms_in_place(run, terms)
+            if trial is not None:
+                run = _if_it_works(run, trial)
             remember(key, run)
             return run(call.func, args, loc, kw, dict(kwargs))
     functional = _functional(call)
@@ -97,6 +101,15 @@ def run_in_place(
     write(target, functional(before, *args[1:], **kwargs))
     pass_on(target)
     return target
+
+
+def _if_it_works(route: Route, trial: Trial) -> Route:
+    """`route` for the dtypes whose empty shards the function takes; others are planned at each call."""
+
+    def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
+        return route(func, args, loc, kw, kwargs) if trial(func, loc, kw) else links.miss(func, args, kwargs, None)
+
+    return run
 
 
 def _reshape_leaf(name: str, target: DTensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:

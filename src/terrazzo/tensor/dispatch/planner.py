@@ -96,8 +96,12 @@ def _order(spec: Spec, option: tuple[Candidate, Cost]) -> tuple[float, float, in
     return cost.total, 0.0 if spec.acceptable else cost.left, candidate.rank
 
 
-def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> CallPlan | None:
-    """The cheapest plan, or None when no plan gives `fixed_output` (for in-place operations: self's layout)."""
+def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None, to_run: bool = True) -> CallPlan | None:
+    """The cheapest plan, or None when no plan gives `fixed_output` (for in-place operations: self's layout).
+
+    With `to_run=False` it has no functions for the local tensors: making them may make process groups, for which all
+    ranks have to call this.
+    """
     layouts = [o.layout for o in call.operands]
     mesh, ndim = layouts[0].mesh, len(layouts[0].mesh_shape)
     chosen: list[Candidate] = []
@@ -124,14 +128,17 @@ def make_plan(call: Call, spec: Spec, fixed_output: Layout | None = None) -> Cal
         for i, (o, src, dst) in enumerate(zip(call.operands, layouts, ins, strict=True))
     )
     decided = Chosen(ins, outs, {f: tuple(ms) for f, ms in sharded.items()})
+    moved = any(src is not dst for src, dst in zip(layouts, ins, strict=True))
+    copies_view = bool(spec.is_view) and moved
+    if not to_run:
+        return CallPlan(operands, outs, varying, None, copies_view)
     outside = layouts[0].coord is None  # such a rank runs nothing, and has no axes to communicate on
     local = None if spec.localize is None or outside else spec.localize(decided)
     if spec.never_empty and not outside:
         local = _with_a_row(decided, local, [o.path for o in operands])
     has_terms = any(out.dual is not out for out in outs)
     joined = spec.joined(decided) if spec.joined is not None and has_terms else None
-    moved = any(src is not dst for src, dst in zip(layouts, ins, strict=True))
-    return CallPlan(operands, outs, varying, local, bool(spec.is_view) and moved, joined)
+    return CallPlan(operands, outs, varying, local, copies_view, joined)
 
 
 def _with_a_row(chosen: Chosen, local: LocalFunction | None, paths: Sequence[tuple[Any, ...]]) -> LocalFunction | None:
