@@ -53,6 +53,7 @@ MODULES: Final[Mapping[str, str]] = {
     "checkpoint.optimizer": "terrazzo.checkpoint.optimizer",
     "checkpoint.planner": "terrazzo.checkpoint.planner",
     "checkpoint.planner_helpers": "terrazzo.checkpoint.planner_helpers",
+    "checkpoint.protocol": "terrazzo.checkpoint.protocol",
     "checkpoint.quantized_hf_storage": "terrazzo.checkpoint.quantized_hf_storage",
     "checkpoint.staging": "terrazzo.checkpoint.staging",
     "checkpoint.state_dict": "terrazzo.checkpoint.state_dict",

@@ -92,8 +92,8 @@ class TerrazzoCheckpointIO(TorchCheckpointIO):
             return loaded
         stored = Checkpoint(path, allow_pickle=self.allow_pickle).state_dict()
         stored |= dict(stored.pop(_REST, ()))
-        for state in stored.get(_OPTIMIZERS, []):  # parameters' numbers are stored as text; names stay text
-            state["state"] = {int(key) if key.isdigit() else key: value for key, value in state["state"].items()}
+        for state in stored.get(_OPTIMIZERS, []):  # other formats have parameters' numbers as text; names stay text
+            state["state"] = {int(key) if str(key).isdigit() else key: item for key, item in state["state"].items()}
         return stored
 
 
