@@ -102,7 +102,7 @@ def check_failures_one_after_the_other() -> None:
         for watch in (first, second):
             text = str(watch.explain(CommError("lost")))
             for rank in (0, 1):
-                assert f"rank {rank}: at event {(failure + 1) * (rank + 1)}: " in text, text
+                assert f"rank {rank}: at event {(failure + 1) * (rank + 1)}, " in text, text
 
     watch = Watch(None, (0, 1), None, None, torch.device("cpu"))
     for failure in range(2):
@@ -111,8 +111,8 @@ def check_failures_one_after_the_other() -> None:
         time.sleep(0.2 * failure * (1 - here))
         if failure or here == 0:  # rank 1 does not notice the first one, and the second one before rank 0
             text = str(watch.explain(CommError("lost")))
-            assert f"rank 0: at event {failure + 1}: " in text, text
-            assert ("rank 1: at event 2: " if failure else "rank 1: not in") in text, text
+            assert f"rank 0: at event {failure + 1}, " in text, text
+            assert ("rank 1: at event 2, " if failure else "rank 1: not in") in text, text
         dist.barrier()
 
 

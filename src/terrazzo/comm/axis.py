@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo._meant import named
 from terrazzo._torch.dispatching import unseen
 from terrazzo._torch.groups import backend_of, default_group, device_types, has_groups, is_alive, make_group
 from terrazzo._torch.groups import time_limit as time_limit_of
 from terrazzo.comm.mesh import when_groups_end
 from terrazzo.comm.numbering import next_number
 from terrazzo.comm.simulated import real_values
+from terrazzo.comm.waits import Waiting
 from terrazzo.errors import CommError
 
 
@@ -187,8 +189,9 @@ def _own_group(device_type: str, ranks: tuple[int, ...], beside: ProcessGroup | 
         name = f"{name}_{next_number(name)}"
         default = default_group()
         limit = time_limit_of(default, device_types(default)[0])
-        _meet(ranks, name)
-        group = _groups[key] = make_group(ranks, dist.get_rank(), name, limit, "terrazzo_axis")
+        with Waiting("making a group", ranks, f"of {named(ranks)}"):
+            _meet(ranks, name)
+            group = _groups[key] = make_group(ranks, dist.get_rank(), name, limit, "terrazzo_axis")
         return group
 
 
@@ -227,12 +230,12 @@ def _naming(rank: int, ranks: tuple[int, ...], failed: list[CommError]) -> Itera
     try:
         yield
     except RuntimeError as error:
-        named = CommError(
+        found = CommError(
             f"rank {dist.get_rank()}: rank {rank} has ended, or did not come within the time limit, so a process group "
             f"of the ranks {list(ranks)} cannot be made. Look for the first error among the ranks. Here: {error}"
         )
-        named.__cause__ = error
-        failed.append(named)
+        found.__cause__ = error
+        failed.append(found)
 
 
 def time_limit(axis: Axis) -> timedelta:

@@ -24,6 +24,7 @@ from terrazzo._torch.groups import device_types, time_limit
 from terrazzo.comm.link import Link
 from terrazzo.comm.memory_group import MemoryLink, is_in_process
 from terrazzo.comm.simulated import Echo, is_simulated
+from terrazzo.comm.waits import Doing
 from terrazzo.errors import CommError, RankError, RankFailure
 from terrazzo.layout.drawing import ShownAsCall
 
@@ -172,18 +173,19 @@ class ControlPlane(ShownAsCall):
 
         The time limit counts from when this rank's work is done: the slowest rank must be done within it.
         """
-        try:
-            result = work()
-        except Exception as error:
-            self.agree(error, what)
-            raise  # agree raises whenever there is an error
-        except BaseException as interrupt:  # raised unchanged here, and reported to the other ranks as an error
+        with Doing(what or "running something together", self.ranks):
             try:
-                self.agree(interrupt, what)
-            finally:
-                raise interrupt
-        self.agree(None, what)
-        return result
+                result = work()
+            except Exception as error:
+                self.agree(error, what)
+                raise  # agree raises whenever there is an error
+            except BaseException as interrupt:  # raised unchanged here, and reported to the other ranks as an error
+                try:
+                    self.agree(interrupt, what)
+                finally:
+                    raise interrupt
+            self.agree(None, what)
+            return result
 
 
 def _failure_of(error: BaseException, rank: int) -> RankFailure:

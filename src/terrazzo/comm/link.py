@@ -33,6 +33,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 from terrazzo._torch.groups import AllToAllOptions, BroadcastOptions, GatherOptions, ScatterOptions
 from terrazzo.comm.pending import timed_out
 from terrazzo.comm.processes import Condition, condition_of, own_identity
+from terrazzo.comm.waits import Waiting
 from terrazzo.errors import CommError, CommTimeout
 
 _Gloo = Any  # a ProcessGroupGloo: torch's stub lacks its operations
@@ -217,7 +218,8 @@ class Link:
     def _explained(self, what: str, timeout: timedelta) -> Iterator[None]:
         """Turn errors of gloo and of the store into one that says what happened to the other ranks."""
         try:
-            yield
+            with Waiting(what, self.ranks):
+                yield
             self._done += 1
         except RuntimeError as error:
             self._break(f"{what} failed before")

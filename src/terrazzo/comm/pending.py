@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from terrazzo._meant import by_text
 from terrazzo.comm import observe, wire
 from terrazzo.comm.axis import Axis
+from terrazzo.comm.waits import Waiting, lost
 from terrazzo.errors import CommError, CommTimeout
 
 Result = TypeVar("Result")
+
+_UNTIL_KNOWN = 0.5  # seconds until it is known that a rank has ended, after its connections were closed
 
 
 class Work(Protocol):
@@ -75,11 +79,19 @@ def timed_out(error: BaseException) -> bool:
 def wait_for(work: Work, kind: str, axis: Axis) -> None:
     """Wait, and on failure raise an error that says which collective failed on which rank."""
     try:
-        work.wait()
+        with Waiting(kind, axis.ranks, f"on {axis.name}"):
+            work.wait()
     except RuntimeError as error:
-        raise (CommTimeout if timed_out(error) else CommError)(
-            f"{kind} on {axis} failed on rank {axis.ranks[axis.index]}: {error}. "
-            "The usual causes are a rank that ended, ranks that call different collectives, a broken connection, and "
-            "tensors of other sizes than the other ranks expect, for which gloo ends a process (from_local of uneven "
-            "parts needs shape=); look for the first error among the ranks."
+        late = timed_out(error)
+        gone = by_text(lost(axis.ranks, 0.0 if late else _UNTIL_KNOWN).items())
+        why = (
+            f"{'; '.join(gone)}. All ranks must call the same collectives, equally often"
+            if gone
+            else "the usual causes are a rank that ended, ranks that call different collectives, a broken connection, "
+            "and tensors of other sizes than the other ranks expect, for which gloo ends a process (from_local of "
+            "uneven parts needs shape=)"
+        )
+        raise (CommTimeout if late else CommError)(
+            f"{kind} on {axis} failed on rank {axis.ranks[axis.index]}: {why}; look for the first error among the "
+            f"ranks. The backend says: {error}"
         ) from error

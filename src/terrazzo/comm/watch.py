@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -46,6 +46,8 @@ from terrazzo.comm.in_process import is_rank_here
 from terrazzo.comm.numbering import next_number
 from terrazzo.comm.reports import exchange_reports
 from terrazzo.comm.simulated import is_simulated
+from terrazzo.comm.waits import Waiting, lost
+from terrazzo.comm.whereabouts import counted
 from terrazzo.errors import CommError, DivergedRanksError
 
 _ANSWER_SECONDS = 5.0  # how long to wait for the other ranks' answers after a failure
@@ -74,13 +76,6 @@ class Streams(Protocol):
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Queue on this stream, which is given, instead of the current one."""
-
-
-class _Position(msgspec.Struct, frozen=True):
-    """A rank's position in the step: the number of its events, and the last ones."""
-
-    count: int
-    last: list[str]
 
 
 class Written(IntEnum):
@@ -145,6 +140,8 @@ class Watch:
         self._compared = 0  # comparisons that have been started
         self._asked = 0  # questions on the device
         self._asks = False  # the other ranks what they have written
+        self.forwards = 0  # so far
+        counted.add(self)
 
     @property
     def has_agreed(self) -> bool:
@@ -231,10 +228,11 @@ class Watch:
         """Wait for a comparison, and raise if ranks differ."""
         assert self._axis is not None
         try:
-            if self.streams is None:
-                comparing.work.wait()
-            else:
-                comparing.work.synchronize()
+            with Waiting("comparing what ranks ran", self._axis.ranks):
+                if self.streams is None:
+                    comparing.work.wait()
+                else:
+                    comparing.work.synchronize()
         except RuntimeError as error:
             raise self.explain(CommError(str(error))) from error
         largest, smallest = comparing.values()
@@ -262,7 +260,8 @@ class Watch:
         try:
             work = wire.all_reduce(self._beside, found, "max")
             if work is not None:
-                work.wait()
+                with Waiting("beginning a forward, or unshard()", self._beside.ranks):
+                    work.wait()
         except RuntimeError as error:
             raise self.explain(CommError(str(error))) from error
         finally:
@@ -301,20 +300,26 @@ class Watch:
         if len(self._ranks) < 2 or isinstance(error, DivergedRanksError) or is_rank_here():
             return error  # ranks that are threads know where the others are
         here = dist.get_rank()
-        lines = by_text((rank, _place(position)) for rank, position in self._positions().items())
+        lines, gone = self._positions()
+        what = (
+            "All ranks must run the same modules equally often: give them equally many batches, and look for the first "
+            "error among the ranks"
+            if gone
+            else "All ranks must run the same modules in the same order; a usual cause is control flow that depends on "
+            "data or rank"
+        )
         return DivergedRanksError(
             f"rank {here}: a collective of fully_shard failed.\n  "
-            + "\n  ".join(lines)
-            + "\nAll ranks must run the same modules in the same order; a usual cause is control flow that depends on "
-            f"data or rank. The first error was: {error}"
+            + "\n  ".join(by_text(lines.items()))
+            + f"\n{what}. The first error was: {error.__cause__ or error}"
         )
 
-    def _positions(self) -> dict[int, _Position | None]:
-        """The positions of all ranks; None for ranks that do not report theirs in time."""
+    def _positions(self) -> tuple[dict[int, str], bool]:
+        """Where all ranks are; and whether some have ended, or died."""
         last = [f"{what} {unit.name}" for what, unit in list(self._log)[-_SHOWN:]]
         if self._asks:
             last.append("begin a forward, or unshard()")
-        mine = msgspec.json.encode(_Position(self._count, last)).decode()
+        own = f"at event {self._count}, after {self.progress() or 'no forward'}: {', then '.join(last)}"
         try:
             store, failure = default_store(), uuid.uuid4().hex
             # The first rank names the failure. The name is dropped by the first rank that goes on: see `_go_on`.
@@ -323,8 +328,14 @@ class Watch:
             self._failure = known.decode()
         except RuntimeError:
             pass  # the rank that hosts the store has ended: `exchange_reports` has only this rank's report
-        found = _reports(f"{self._name}/{self._failure}", self._ranks, mine)
-        return {rank: None if each is None else msgspec.json.decode(each, type=_Position) for rank, each in found}
+        found = _reports(f"{self._name}/{self._failure}", self._ranks, own)
+        gone = lost([rank for rank, text in found if text is None])
+        unknown = "not in a collective of this model: died, hangs, or runs other code"
+        return {rank: text or gone.get(rank, unknown) for rank, text in found}, bool(gone)
+
+    def progress(self) -> str:
+        """What this rank has done, in words; empty: nothing yet."""
+        return "" if not self.forwards else f"{self.forwards} forward{'s' if self.forwards > 1 else ''}"
 
     def _go_on(self) -> None:
         """The positions of the last failure are no longer those of the ranks: the next one has another name."""
@@ -336,14 +347,13 @@ class Watch:
 def _reports(name: str, ranks: Sequence[int], report: str) -> list[tuple[int, str | None]]:
     """What each rank reports under this name; None for ranks that do not in time."""
     index = ranks.index(dist.get_rank())
-    found = exchange_reports(default_store(), f"terrazzo/{name}", index, len(ranks), report, _ANSWER_SECONDS)
+
+    def are_lost(silent: Collection[int]) -> bool:
+        return len(lost([ranks[each] for each in silent])) == len(silent)
+
+    store, among = default_store(), f"terrazzo/{name}"
+    found = exchange_reports(store, among, index, len(ranks), report, _ANSWER_SECONDS, are_lost)
     return [(rank, found.get(each)) for each, rank in enumerate(ranks)]
-
-
-def _place(position: _Position | None) -> str:
-    if position is None:
-        return "not in a collective of this model: died, hangs, or runs other code"
-    return f"at event {position.count}: {', then '.join(position.last)}"
 
 
 def _first_difference(everyone: list[list[str] | None], ranks: tuple[int, ...]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from terrazzo.comm.waits import barrier
 from terrazzo.launch.stopping import Stopped
 from terrazzo.layout.drawing import ShownAsCall
 
@@ -58,4 +59,4 @@ def _queue_again(handler: Callable[[int, Any], Any], stopped: Stopped) -> None:
         handler(stopped.signal, None)  # it ends the process of rank 0
     finally:
         if dist.is_initialized():
-            dist.barrier()
+            barrier()

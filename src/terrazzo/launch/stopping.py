@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from terrazzo.comm.waits import Waiting
 from terrazzo.errors import LaunchError
 from terrazzo.layout.drawing import ShownAsCall
 
@@ -79,7 +80,8 @@ class StopSignal(ShownAsCall):
             return True
         if self._asked is not None:
             answer, message = self._asked
-            message.wait()
+            with Waiting("StopSignal.agreed()", range(dist.get_world_size())):
+                message.wait()
             self._asked, self._agreed = None, int(answer)
         if not self._agreed:
             if self._file is not None and not self._received and os.path.exists(self._file):

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from terrazzo import errors
 from terrazzo._meant import by_text, plain_text, refused
 from terrazzo.comm.control import ControlPlane
+from terrazzo.comm.waits import Doing
 from terrazzo.errors import CheckpointError, CheckpointException, CheckpointIOError, CommError, TerrazzoError
 
 _Result = TypeVar("_Result")
@@ -185,24 +186,28 @@ class Team:
 
         None is no bytes.
         """
-        own, error = self._run(step)
-        with self._heard(error):
-            answers, error = self._combined(own, error, lambda parts: [combine(parts) or b""], discard_if_combine_fails)
-            if self.plane is None:
-                return self._received(answers[0], error)
-            data = self.plane.broadcast(_encode(answers[0]) if self.is_coordinator else None, 0)
-        return self._received(_decode(data), error)
+        with self._here:
+            own, error = self._run(step)
+            with self._heard(error):
+                answers, error = self._combined(
+                    own, error, lambda parts: [combine(parts) or b""], discard_if_combine_fails
+                )
+                if self.plane is None:
+                    return self._received(answers[0], error)
+                data = self.plane.broadcast(_encode(answers[0]) if self.is_coordinator else None, 0)
+            return self._received(_decode(data), error)
 
     def reduce_scatter(self, step: Callable[[], bytes], combine: Callable[[list[bytes]], list[bytes]]) -> bytes:
         """Call `step` on every rank, then `combine` on the coordinator with all results; each rank gets its part."""
-        own, error = self._run(step)
-        with self._heard(error):
-            answers, error = self._combined(own, error, combine, lambda: True)
-            if self.plane is None:
-                return self._received(answers[0], error)
-            parts = [_encode(answer) for answer in answers] if self.is_coordinator else None
-            data = self.plane.scatter(parts, 0)
-        return self._received(_decode(data), error)
+        with self._here:
+            own, error = self._run(step)
+            with self._heard(error):
+                answers, error = self._combined(own, error, combine, lambda: True)
+                if self.plane is None:
+                    return self._received(answers[0], error)
+                parts = [_encode(answer) for answer in answers] if self.is_coordinator else None
+                data = self.plane.scatter(parts, 0)
+            return self._received(_decode(data), error)
 
     def together(self, step: Callable[[], _Result]) -> _Result:
         """Call `step` on every rank; returns its result on this rank, when all are done."""
@@ -237,6 +242,10 @@ class Team:
             self._fail([failure_of(error, self.global_rank)], error, discard=False)
 
     # -------------------------------------------------------------- one step
+
+    @property
+    def _here(self) -> Doing:
+        return Doing("a save or load", self.ranks, self.doing)
 
     def _run(self, step: Callable[[], bytes | None]) -> tuple[_StepResult, BaseException | None]:
         """A step's result on this rank, or its failure; also of interrupts, because other ranks wait for this one."""
@@ -331,6 +340,6 @@ def find_team(
 
 def with_plane(team: Team, connect: Callable[[], ControlPlane]) -> Team:
     """The team with the control plane from `connect`. If that raises, this raises as a failed step does."""
-    with team._heard(None):
+    with team._here, team._heard(None):
         connected = replace(team, plane=connect())
     return connected

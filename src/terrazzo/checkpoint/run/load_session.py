@@ -41,6 +41,7 @@ from terrazzo.checkpoint.storage import StorageReader, with_kwargs
 from terrazzo.checkpoint.torch_api.items import check_planner
 from terrazzo.checkpoint.torch_api.storages import TargetReader
 from terrazzo.comm.processes import host_identity
+from terrazzo.comm.waits import Waiting
 from terrazzo.layout.box import row_major_windows
 
 
@@ -312,6 +313,7 @@ class Node:
         """`ranks` are global ranks. The name must be new: with a used name gloo would find old addresses."""
         self._size = len(ranks)
         self._position = list(ranks).index(dist.get_rank())
+        self._waiting = Waiting("reading for each other", ranks)
         self._timeout = timeout
         self._where = f"terrazzo/node/{name}/{ranks[0]}"
         self._gloo: Any = None
@@ -334,7 +336,7 @@ class Node:
         if self._size == 1:
             return []
         found: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
-        with self._closed_if_it_fails():
+        with self._closed_if_it_fails(), self._waiting:
             self._gloo = ProcessGroupGloo(
                 PrefixStore(self._where, default_store()), self._position, self._size, self._timeout
             )
@@ -364,7 +366,7 @@ class Node:
 
     def pass_on(self, targets: Sequence[Target], passed: Sequence[Passed]) -> None:
         """Send what this rank has read for others, and receive what they have read for it."""
-        with self._closed_if_it_fails(), torch.no_grad():
+        with self._closed_if_it_fails(), self._waiting, torch.no_grad():
             buffer = torch.empty(_PIECE if passed else 0, dtype=torch.uint8, device="cpu")
             for each in passed:  # in the same order on all ranks
                 tensors = [targets[number].part(targets[number].parts[place]) for number, place in each.parts]

@@ -373,6 +373,7 @@ class Root:
         else:
             order = self._orders[module] = tuple(course.order)
             self.executor.expect(order)
+            self.watch.forwards += 1
             self.watch.compare()
 
     # ------------------------------------------------------------------ backward

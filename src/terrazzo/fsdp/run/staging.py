@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo._torch import symmetric
 from terrazzo._torch.groups import allocates, empty_from
 from terrazzo.comm.axis import Axis
+from terrazzo.comm.waits import barrier
 from terrazzo.errors import FSDPError, FSDPValueError
 from terrazzo.fsdp.meshes import DataMesh
 
@@ -51,7 +51,7 @@ class SymmetricMemory(GroupMemory):
         symmetric.use_backend(backend)
         for mesh in meshes:
             if mesh.shard.group is not None:
-                dist.barrier(group=mesh.shard.group)  # addresses can be exchanged only when the connections exist
+                barrier(mesh.shard.group)  # addresses can be exchanged only when the connections exist
 
     def serves(self, axis: Axis, device: torch.device) -> bool:
         return axis.group is not None
