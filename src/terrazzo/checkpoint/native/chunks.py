@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from terrazzo.checkpoint.native.index import Array
 from terrazzo.errors import CheckpointCorruptError, CheckpointError
 from terrazzo.layout.box import Box, make_up
 
@@ -188,3 +189,48 @@ def complete_parts(source: str, chunks: Chunks | Sequence[Any], box: Box) -> tup
 
 def _box(chunk: Any) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))  # of PyTorch's class, too
+
+
+def faults_alike(shapes: Array, boxes: Array) -> list[tuple[int, str]]:
+    """The rows of the tensors whose chunks do not cover them exactly, and what is wrong with each.
+
+    All have equally many chunks: `boxes` are (tensors, chunks, 2, dims), offsets and lengths. Empty chunks are only
+    those of empty tensors.
+    """
+    offsets, lengths = boxes[:, :, 0], boxes[:, :, 1]
+    whole = shapes.prod(axis=1)
+    written = lengths.prod(axis=2).sum(axis=1)
+    outside = ((offsets < 0) | (offsets > shapes[:, None] - lengths)).any(axis=(1, 2))
+    faults = [
+        (row, f"a chunk reaches beyond the shape {shapes[row].tolist()}") for row in np.nonzero(outside)[0].tolist()
+    ]
+    faults += [
+        (row, f"{whole[row] - written[row]} of {whole[row]} elements were not written")
+        for row in np.nonzero(~outside & (written < whole))[0].tolist()
+    ]
+    twice = ~outside & (written > whole)
+    if offsets.shape[1] > 1:
+        exact = np.nonzero(~outside & (written == whole))[0]
+        twice[exact] = _overlaps(shapes[exact], offsets[exact], lengths[exact])
+    return faults + [(row, "some elements were written more than once") for row in np.nonzero(twice)[0].tolist()]
+
+
+def _overlaps(shapes: Array, offsets: Array, lengths: Array) -> Array:
+    """For tensors whose chunks have the right volume together: whether some overlap (and so leave a gap elsewhere)."""
+    grid = np.ones(len(shapes), dtype=bool)
+    place = np.zeros(offsets.shape[:2], dtype=np.int64)  # of a chunk's first element in the flattened tensor
+    for dim in range(shapes.shape[1]):
+        # A grid: in every dim, all chunks are cut at the same places.
+        order = np.argsort(offsets[:, :, dim], axis=1, kind="stable")
+        starts = np.take_along_axis(offsets[:, :, dim], order, axis=1)
+        steps = np.take_along_axis(lengths[:, :, dim], order, axis=1)
+        same = (starts[:, 1:] == starts[:, :-1]) & (steps[:, 1:] == steps[:, :-1])
+        following = starts[:, 1:] == starts[:, :-1] + steps[:, :-1]
+        grid &= (same | following).all(axis=1) & (starts[:, 0] == 0) & (starts[:, -1] + steps[:, -1] == shapes[:, dim])
+        place = place * shapes[:, dim, None] + offsets[:, :, dim]
+    place.sort(axis=1)
+    overlaps: Array = (place[:, 1:] == place[:, :-1]).any(axis=1)  # in a grid, chunks that differ are disjoint
+    for row in np.nonzero(~grid)[0].tolist():
+        boxes = map(Box, map(tuple, offsets[row].tolist()), map(tuple, lengths[row].tolist()))
+        overlaps[row] = not make_up(Box.whole(shapes[row].tolist()), boxes)
+    return overlaps

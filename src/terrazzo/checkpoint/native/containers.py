@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
-import torch
-
 from terrazzo.checkpoint.native.objects import decode, encode
 from terrazzo.errors import CheckpointCorruptError, UnsupportedValueError
 
@@ -50,8 +48,10 @@ def is_plain(container: Any) -> bool:
 
 def form_of(container: Mapping[Any, Any], path: Path) -> bytes | None:
     """The form of a dict that is not plain; None if it has none, with a warning."""
+    from torch import Tensor  # here, because commands that only look at checkpoints read forms without torch
+
     texts = {key: str(key) for key in container}
-    if all(type(key) is str for key in texts) and all(isinstance(each, torch.Tensor) for each in container.values()):
+    if all(type(key) is str for key in texts) and all(isinstance(each, Tensor) for each in container.values()):
         texts = {}  # there may be many names of tensors, which say it all but for an order
     kind, shown = type(container), f"the {type(container).__name__} at {list(path)}"
     if kind in _CLASSES:

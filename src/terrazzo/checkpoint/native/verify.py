@@ -11,12 +11,11 @@ from typing import Final
 
 import numpy as np
 
-from terrazzo.checkpoint.native.chunks import GridChunks, complete_parts
+from terrazzo.checkpoint.native.chunks import GridChunks, complete_parts, faults_alike
 from terrazzo.checkpoint.native.commit import committed_manifest
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import MANIFEST, checksum
 from terrazzo.checkpoint.native.index import RAW, Array, IndexRows
-from terrazzo.checkpoint.native.merging import faults_alike
 from terrazzo.checkpoint.native.root import FileEntry, Root
 from terrazzo.checkpoint.stores.base import Store, write_pieces
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
