@@ -134,7 +134,6 @@ def _become(request: dict, streams: list[int]) -> None:
     import ctypes
     import runpy
     import threading
-    import traceback
 
     os.setsid()
     for number, stream in enumerate(streams):
@@ -169,7 +168,7 @@ def _become(request: dict, streams: list[int]) -> None:
         if code and not isinstance(exit.code, int):
             print(exit.code, file=sys.stderr)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         code = 1
     threading._shutdown()
     atexit._run_exitfuncs()

@@ -75,6 +75,36 @@ def losses_alone(steps: int = STEPS) -> list[float]:
     return losses
 
 
+MISCONFIGURED = """
+import sys
+import torch
+from terrazzo.engine import initialize
+from terrazzo.launch import read_run
+
+initialize(torch.nn.Linear(2, 2), config=read_run(sys.argv[1]).engine)
+"""
+
+
+def test_a_wrong_config_is_said_once_and_costs_no_restart(tmp_path):
+    (tmp_path / "train.py").write_text(MISCONFIGURED)
+    text = 'script = "train.py"\n[ranks]\nper_host = 2\n[engine]\ntrain_batch_size = 7\noptimizer = { type = "SGD" }\n'
+    (tmp_path / "run.toml").write_text(text)
+    ended = command(*terrazzo(), "train", str(tmp_path / "run.toml"))
+    said = "train_batch_size 7 is not a multiple of 2 data-parallel ranks: use one, such as 6 or 8"
+    assert ended.returncode == 1 and ended.stderr.count("Traceback") == 1, ended.stderr
+    assert ended.stderr.count(f"EngineConfigError: config: {said}") == 1
+    assert f"engine: {said}. Unless train.py divides the model, it fails" in ended.stderr
+    assert "started again (restart" not in ended.stderr and "so the ranks were not started again" in ended.stderr
+    # What fits no division of the model is an error before any rank starts.
+    (tmp_path / "run.toml").write_text(text + "train_micro_batch_size_per_gpu = 2\n")
+    ended = command(*terrazzo(), "train", str(tmp_path / "run.toml"))
+    assert ended.returncode != 0 and "Traceback" not in ended.stderr and "not a multiple of" in ended.stderr
+    (tmp_path / "train.py").write_text("import sys; from terrazzo.launch import read_run; read_run(sys.argv[1]); 1 / 0")
+    (tmp_path / "run.toml").write_text(text.replace("7", "8"))
+    ended = command(*terrazzo(), "train", str(tmp_path / "run.toml"), "--restarts", "1")
+    assert ended.stderr.count("ZeroDivisionError") == 4 and "started again (restart 1 of 1)" in ended.stderr
+
+
 def test_a_rank_that_dies_costs_a_restart_and_nothing_else(tmp_path):
     """On two hosts, where the other one has to hear of it; on one, where networks cannot be made."""
     shutil.copy(HERE / "crashing.py", tmp_path)

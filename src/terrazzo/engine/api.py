@@ -19,7 +19,7 @@ from terrazzo.engine.curriculum import difficulty_schedule
 from terrazzo.engine.engine import Engine
 from terrazzo.engine.loaders import StatefulLoader, checked_loader
 from terrazzo.engine.lr import SchedulerLike
-from terrazzo.engine.marks import mark
+from terrazzo.engine.marks import mark, tell_of_config_errors
 from terrazzo.engine.optim import OptimizerLike, Parameters
 from terrazzo.engine.pipeline import LossFunction, Pipeline, ScheduleFactory, Stage, as_stages
 from terrazzo.engine.placing import RankRoles
@@ -91,6 +91,7 @@ def initialize(
         collate_fn: Makes a batch of samples, for the data loader.
         difficulties: For a curriculum, each metric's value for every sample.
     """
+    tell_of_config_errors()
     checked, ignored = read_config(config)
     if ignored.harmless:
         LOGGER.info("config: these keys have no effect here and are ignored: %s", ", ".join(ignored.harmless))

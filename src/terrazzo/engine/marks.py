@@ -18,18 +18,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, Final
 
 import msgspec
 import torch
+import xxhash
 from torch import Tensor
 
 from terrazzo.comm import CommEvent, add_observer, remove_observer
+from terrazzo.errors import EngineConfigError, RunConfigError
 
 FILE: Final = "TERRAZZO_MARKS"
 BEATS: Final = "beat-"  # the beginning of the names of the ranks' files
 IMPORTED: Final = "imported"
+MISCONFIGURED: Final = "misconfigured"
 EVERY: Final = 1.0  # seconds between two beats of a rank, at least
 
 
@@ -37,7 +40,8 @@ class Mark(msgspec.Struct, frozen=True):
     """A rank has reached a point.
 
     Attributes:
-        what: `made` (the engine), `loading`, `planned`, `read` or `stepped` (the first step after it).
+        what: `made` (the engine), `loading`, `planned`, `read` or `stepped` (the first step after it); or
+            `misconfigured`, if it ends because of an error of the config.
         at: seconds since 1970.
         rank: its number among all ranks.
         process: its process id, on its host.
@@ -66,6 +70,29 @@ def mark(what: str) -> None:
         os.write(fd, line)  # in one call, so that lines of several ranks do not mix
     finally:
         os.close(fd)
+
+
+def tell_of_config_errors() -> None:
+    """Let one rank of a host print an error of the config that ends ranks of `terrazzo train`, and tell the launcher:
+    the error is the same on all ranks, and would be when they are started again."""
+    if FILE in os.environ and not isinstance(sys.excepthook, _Uncaught):
+        sys.excepthook = _Uncaught(sys.excepthook)
+
+
+class _Uncaught:
+    def __init__(self, before: Callable[..., object]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, EngineConfigError | RunConfigError):
+            mark(MISCONFIGURED)
+            name = f"{os.environ.get(FILE)}-config-{xxhash.xxh3_64_hexdigest(str(error).encode())}"
+            with suppress(OSError):
+                try:
+                    os.close(os.open(name, os.O_CREAT | os.O_EXCL, 0o600))
+                except FileExistsError:
+                    return
+        self._before(kind, error, trace)
 
 
 def read_marks(data: bytes) -> list[Mark]:

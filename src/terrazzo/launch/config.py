@@ -32,6 +32,7 @@ from terrazzo.checkpoint.native.names import named_by_latest, step_of_name
 from terrazzo.checkpoint.stores import Place, is_url
 from terrazzo.engine.checked import convert
 from terrazzo.engine.config import read_config
+from terrazzo.engine.marks import tell_of_config_errors
 from terrazzo.errors import CheckpointFormatError, EngineConfigError, RunConfigError
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -214,6 +215,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     >>> run.engine, run.checkpoints == folder / "checkpoints"
     ({'train_batch_size': 8}, True)
     """
+    tell_of_config_errors()
     path = Path(path).absolute()
     try:
         config = convert(_parsed(path), RunConfig)
@@ -237,6 +239,25 @@ def fewer_ranks(run: Run, count: int) -> int | None:
                 read_config(run.engine)[0].batch(fewer)
             return fewer
     return None
+
+
+def check_batch(run: Run, count: int) -> str:
+    """Raise if the engine's batch fits no number of data-parallel ranks among `count`; returns what is wrong unless the
+    script divides the model among ranks, or nothing."""
+    if not run.engine:
+        return ""
+    engine = read_config(run.engine)[0]
+    most = count // (engine.sequence_parallel_size * max(engine.tensor_parallel.autotp_size, 1))
+    try:
+        engine.batch(max(most, 1))
+        return ""
+    except EngineConfigError as error:
+        wrong = f"{run.path}: engine: {str(error).removeprefix('config: ')}"
+        for fewer in (fewer for fewer in range(1, most) if most % fewer == 0):
+            with suppress(EngineConfigError):
+                engine.batch(fewer)
+                return f"{wrong}. Unless {run.config.script or run.config.entry} divides the model, it fails"
+        raise RunConfigError(wrong) from error
 
 
 def _parsed(path: Path) -> Any:

@@ -29,7 +29,19 @@ import msgspec
 
 from terrazzo._meant import signal_name
 from terrazzo._torch.launching import Process
-from terrazzo.engine.marks import BEATS, EVERY, FILE, IMPORTED, Beat, Imported, Mark, read_marks, start_of
+from terrazzo.engine.marks import (
+    BEATS,
+    EVERY,
+    FILE,
+    IMPORTED,
+    MISCONFIGURED,
+    Beat,
+    Imported,
+    Mark,
+    read_marks,
+    start_of,
+)
+from terrazzo.errors import LaunchError
 from terrazzo.launch.live import LiveFile
 from terrazzo.launch.spare import Spare
 
@@ -110,6 +122,7 @@ class HostRanks:
         self._before, self._now = _Started(), _Started()
         self._own: list[str] = []  # the variables that differ from rank to rank
         self._marks = 0  # how many were read
+        self.misconfigured = False  # a rank ended because of the config, as it would again
         self._imported = 0  # when the list of what ranks have imported was written
 
     def __enter__(self) -> Self:
@@ -141,6 +154,11 @@ class HostRanks:
         streams: tuple[int, int, int],
     ) -> Process:
         """Start a rank: `own` does it as torchrun would."""
+        with self._lock:
+            if self._now.start not in ((), start_of(environment)):
+                self._listen()
+                if self.misconfigured:
+                    raise LaunchError("the config is wrong, so ranks are not started again")
         self._own = self._own or [name for name in environment if environment[name] != os.environ.get(name)]
         process: Process | None = None
         if self._spare is not None and list(command[:2]) == [sys.executable, "-u"]:
@@ -184,7 +202,8 @@ class HostRanks:
                 now.is_told = True
             elif status and now.limit is None:
                 now.limit = time.monotonic() + PATIENCE
-                if now.again:
+                self._listen()
+                if now.again and not self.misconfigured:
                     self._say(f"{how_ended(rank, status)}; {now.again}")
         if now.limit is not None and not now.is_told and time.monotonic() > now.limit:
             now.limit = math.inf
@@ -198,6 +217,7 @@ class HostRanks:
             return
         new, self._marks = marks[self._marks :], len(marks)
         for mark in new:
+            self.misconfigured = self.misconfigured or mark.what == MISCONFIGURED
             if mark.what == "stepped" and mark.rank == 0 and not self._now.has_told and self._before.ended:
                 self._now.has_told = True
                 own = [each for each in marks if each.process == mark.process]

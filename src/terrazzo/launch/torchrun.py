@@ -19,7 +19,7 @@ from torch.distributed.run import run as run_torchrun
 from terrazzo._torch.launching import started_by, wait_for_ranks
 from terrazzo.errors import LaunchError, RunConfigError
 from terrazzo.launch.cluster import cluster_of
-from terrazzo.launch.config import Run, fewer_ranks, with_ranks
+from terrazzo.launch.config import Run, check_batch, fewer_ranks, with_ranks
 from terrazzo.launch.network import address_towards, is_here
 from terrazzo.launch.recovery import HostRanks, Recovery, how_ended, was_told
 
@@ -117,6 +117,9 @@ class Ending:
     lost: int | None = None
 
 
+_MISCONFIGURED: Final = Ending(1, "the config is wrong (the error is above), so the ranks were not started again")
+
+
 def start(
     run: Run, tell: Callable[[Recovery], object] = lambda _: None, say: Callable[[str], object] = lambda _: None
 ) -> Ending:
@@ -131,9 +134,12 @@ def start(
     spare = ranks.spare and (ranks.restarts > 0 or ranks.min_per_host is not None)
     with HostRanks(tell, say, spare=spare, stuck_after=ranks.stuck_after, folder=run.checkpoints) as here:
         while True:
-            not_met = f"{ranks.hosts} hosts did not meet at {ranks.endpoint}"
-            ending = start_torchrun(torchrun_arguments(run), not_met, here)
+            arguments = torchrun_arguments(run)
             count = run.config.ranks.per_host or determine_local_world_size("auto")
+            if arguments[0] == "--nnodes=1" and (doubt := check_batch(run, count)):
+                say(doubt)
+            not_met = f"{ranks.hosts} hosts did not meet at {ranks.endpoint}"
+            ending = start_torchrun(arguments, not_met, here)
             fewer = None if ending.lost is None else fewer_ranks(run, count)
             if ending.lost is None or fewer is None:
                 return ending
@@ -166,9 +172,15 @@ def start_torchrun(arguments: list[str], not_met: str, ranks: HostRanks) -> Endi
             run_torchrun(args)
     except KeyboardInterrupt:
         return _ended_by(signal.SIGINT)
+    except LaunchError:
+        if not ranks.misconfigured:
+            raise
+        return _MISCONFIGURED
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
+        if ranks.misconfigured:
+            return _MISCONFIGURED
         lost = None if was_told(code) else rank
         return Ending(128 - code if code < 0 else code, how_ended(rank, code), lost)
     except SignalException as error:
