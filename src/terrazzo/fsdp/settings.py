@@ -47,6 +47,11 @@ class Settings:
         return isinstance(offload, CPUOffloadPolicy) and offload.optimizer_state and not offload.parameters
 
     @property
+    def pinned_shards(self) -> bool:
+        """Whether the shards are in page-locked memory on the CPU, from which copies run in the background."""
+        return self.pinned and self.rest_device.type == "cpu"
+
+    @property
     def parks_gradients(self) -> bool:
         """Whether gradients are kept on the CPU until they are asked for, while parameters are on the device."""
         offload = self.offload

@@ -275,6 +275,26 @@ def check_models_with_the_same_streams(device):
     return {"losses": losses, "parameters": torch.zeros(1)}
 
 
+def check_host_writes_after_forward(device):
+    """What the host writes at once to offloaded parameters does not get into that forward, nor into a backward that
+    does not reduce."""
+    tokens, found = batch(device, 0, 0), []
+    for backward, grad, write in ((False, False, True), (False, True, True), (True, True, True), (False, False, False)):
+        model = sharded(device, offload_policy=CPUOffloadPolicy())
+        model.set_requires_gradient_sync(False)
+        with torch.set_grad_enabled(grad):
+            output = model(tokens)
+        if backward:
+            output.sum().backward()
+        with torch.no_grad():
+            for p in model.parameters() if write else ():
+                p.mul_(2)
+        found.append(output.detach().sum())
+    losses = torch.stack(found).cpu()
+    assert (losses == losses[-1]).all(), losses
+    return {"losses": losses, "parameters": torch.zeros(1)}
+
+
 def check_shared_streams_beside_two(device):
     """Two models compute on streams of the user's, which do not wait for each other, and communicate on the same ones:
     by turns, and with the second one's forward before the first one's backward."""
@@ -453,6 +473,7 @@ OTHERS = (
     check_worker_thread,
     check_models_with_the_same_streams,
     check_shared_streams_beside_two,
+    check_host_writes_after_forward,
     check_another_current_device,
 )
 ON_REPLICAS = (
@@ -574,6 +595,7 @@ TRAIN_OTHERWISE = (
     check_encoded_replicas,
     check_models_with_the_same_streams,
     check_shared_streams_beside_two,
+    check_host_writes_after_forward,
     check_offloaded_state_that_the_host_reads,
     check_writes_to_unsharded_parameters,
     check_writes_to_kept_parts,

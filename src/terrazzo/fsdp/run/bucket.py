@@ -414,8 +414,7 @@ class Bucket:
         settings, size = self.settings, self.plan.own_size
         if like.device.type == "meta":
             return like.new_empty(size)
-        pinned = settings.pinned and settings.rest_device.type == "cpu"
-        shard = torch.empty(size, dtype=like.dtype, device=settings.rest_device, pin_memory=pinned)
+        shard = torch.empty(size, dtype=like.dtype, device=settings.rest_device, pin_memory=settings.pinned_shards)
         return shard.zero_() if self.plan.padded else shard
 
     def shards_intact(self) -> bool:

@@ -365,6 +365,7 @@ class Root:
         self.advance((Event.FORWARD_ENDS, inside))
         if inside:  # computed again, and perhaps not to the end
             return
+        self._wait_for_reads()
         course, self.course = self.course, None
         if self.state.awaits_step and not torch.is_grad_enabled():
             self._rest(Unit.has_sharded_gradients)
@@ -375,6 +376,11 @@ class Root:
             self.executor.expect(order)
             self.watch.forwards += 1
             self.watch.compare()
+
+    def _wait_for_reads(self) -> None:
+        """Wait until gathers have read the shards in pinned memory: the host may write there next, and at once."""
+        if self.streams is not None and any(unit.params and unit.settings.pinned_shards for unit in self.units):
+            self.streams.wait_for(Stream.GATHER)
 
     # ------------------------------------------------------------------ backward
 
@@ -412,6 +418,7 @@ class Root:
         with_gradients = backward.end()
         self.backward = None
         self.advance((Event.BACKWARD_ENDS, with_gradients))
+        self._wait_for_reads()
         if self._passing[0][0] is Event.FORWARD:
             self.passes[self._passing[0][1]] = tuple(self._passing)
         self._passing.clear()

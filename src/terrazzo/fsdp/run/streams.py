@@ -86,6 +86,10 @@ class Streams:
         event.record(self._current() if stream is None else stream)
         return event
 
+    def wait_for(self, stream: Stream) -> None:
+        """Have the host wait for everything that is queued on a stream beside."""
+        self.mark_of(self._beside[stream]).synchronize()
+
     def join(self) -> None:
         """Have the device's current stream wait for all others, so that what they use may be dropped, or used with
         other streams."""
