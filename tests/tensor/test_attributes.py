@@ -77,6 +77,12 @@ def check_hooks_and_grad_dtype() -> None:
         assert not x._backward_hooks
         x.register_post_accumulate_grad_hook(lambda p: None)
         assert len(x._post_accumulate_grad_hooks) == 1
+        outlived, seen = nn.Parameter(x.detach().clone()), []
+        outlived.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad.full_tensor()))
+        loss = (outlived * 2).sum()
+        del outlived
+        loss.backward()
+        assert torch.equal(seen[0], torch.full_like(whole, 2))
         assert x.grad_dtype == torch.bfloat16
         x.grad_dtype = torch.float32
         reference = nn.Parameter(whole.clone())

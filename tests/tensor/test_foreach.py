@@ -133,3 +133,31 @@ def compare(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_list_operation(name: str) -> None:
     run_ranks(2, compare, name)
+
+
+def fused_steps() -> None:
+    """The first parameter has no dims, as numbers of steps have; the second one's gradient is placed otherwise."""
+    mesh = init_device_mesh("cpu", (2,))
+    values = [torch.tensor(2.0), torch.arange(12.0).reshape(4, 3)]
+    gradients = [torch.tensor(-1.0), torch.linspace(-1, 1, 12).reshape(4, 3)]
+    for grad_placement in (Shard(1), Replicate()):
+        places = [(Replicate(), Replicate()), (Shard(0), grad_placement)]
+        grads = [distribute_tensor(g, mesh, [at]) for g, (_, at) in zip(gradients, places, strict=True)]
+        params = [distribute_tensor(v, mesh, [at]) for v, (at, _) in zip(values, places, strict=True)]
+        plain = [v.clone() for v in values]
+
+        def step(params: list[Any], grads: list[Any]) -> None:
+            average, square = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+            steps = [torch.tensor(1.0) for _ in params]
+            settings = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+            more = {"amsgrad": False, "maximize": False, "grad_scale": None, "found_inf": None}
+            torch._fused_adam_(params, grads, average, square, [], steps, **settings, **more)
+
+        step(params, grads)
+        step(plain, gradients)
+        for mine, theirs in zip(params, plain, strict=True):
+            torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+def test_a_fused_step_whose_first_parameter_has_no_dims() -> None:
+    run_ranks(2, fused_steps)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -393,6 +394,26 @@ def draw_quietly(draw: Callable[[], Any]) -> Any:
 @pytest.mark.cpu_only("draws from the CPU's generator")
 def test_generators_that_drifted_apart_are_reported() -> None:
     fresh_values(2, drifted, timeout=120)  # not those of other tests, which would hear of it later
+
+
+def drawn_by_threads() -> list[list[float]]:
+    """Two threads with generators of their own, which take turns in another order on each rank."""
+    mesh = init_device_mesh("cpu", (2,))
+    values: dict[int, Any] = {}
+
+    def draw(seed: int) -> None:
+        x = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)])
+        values[seed] = x.normal_(generator=torch.Generator().manual_seed(seed)).to_local().tolist()
+
+    for seed in (7001, 7002) if dist.get_rank() else (7002, 7001):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(draw, seed).result()
+    return [values[7001], values[7002]]
+
+
+@pytest.mark.cpu_only("draws from the CPU's generator")
+def test_threads_draw_from_generators_of_their_own_in_any_order() -> None:
+    fresh_values(2, drawn_by_threads, timeout=120)
 
 
 def drawn_alone() -> None:

@@ -81,10 +81,10 @@ class OnThisStream(AbstractContextManager[None]):
     """
 
     def __enter__(self) -> None:
-        sending.here = True
+        self._before, sending.here = sending.here, True
 
     def __exit__(self, *_: object) -> None:
-        sending.here = False
+        sending.here = self._before
 
 
 def _tells(primitive: Callable[P, T]) -> Callable[P, T]:

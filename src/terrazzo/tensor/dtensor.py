@@ -571,8 +571,13 @@ class DTensor(NoRawAccess, OneValue, OwnAttributes, torch.Tensor):
         return self._local.register_hook(on_local)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
-        me = weakref.ref(self)
-        return self._local.register_post_accumulate_grad_hook(lambda _local: hook(me()))
+        me, layout = weakref.ref(self), self._layout
+
+        def on_local(local: torch.Tensor) -> None:
+            target = me()  # the graph may outlive this object
+            hook(wrap(local, layout) if target is None else target)
+
+        return self._local.register_post_accumulate_grad_hook(on_local)
 
     # ------------------------------------------------------------------ copies
 

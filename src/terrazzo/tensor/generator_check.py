@@ -11,6 +11,7 @@ even if the states agree again.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from concurrent.futures import Future
@@ -79,7 +80,13 @@ _by_mesh: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[ProcessGroup], _Drawn
 
 
 def check_generators(mesh: Any, key: int, shape: tuple[int, ...], generator: torch.Generator | None) -> None:
-    """Record a draw for a tensor of this shape, and raise if earlier draws differed between ranks."""
+    """Record a draw for a tensor of this shape, and raise if earlier draws differed between ranks.
+
+    Threads beside the main one draw from generators of their own in an order that differs between ranks, so these draws
+    are not compared.
+    """
+    if generator is not None and threading.current_thread() is not threading.main_thread():
+        return
     group = default_group()
     known = _by_mesh.get(mesh)
     if known is None or known[0]() is not group:

@@ -206,8 +206,7 @@ def _fused(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for x in first:
         check_writable(x)
     others = [*args[1:], *kwargs.values()]
-    state_steps = [v for v in others if _is_list(v) and isinstance(v[0], torch.Tensor) and v[0].dim() == 0]
-    rest = [v for v in others if not any(v is s for s in state_steps)]
+    rest = [v for v in others if not (_is_list(v) and all(map(_is_scalar, v)))]  # without the numbers of steps
     if not placed_alike(first, rest):
         first_layouts = [x._layout for x in first]
         if any(isinstance(p, Partial) for layout in first_layouts for p in layout.placements):
