@@ -131,3 +131,29 @@ def test_errors_name_the_ranks_and_what_is_lost(shell: Any, monkeypatch: pytest.
         ranks(lambda: 1)
     with pytest.raises(ValueError, match="number must be at least 1, not 0"):
         notebook.ranks(0)
+
+
+def test_new_ranks_say_what_became_of_the_old_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    ranks = notebook.ranks(1)
+    ranks.run("kept = 1")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(notebook.World, "call", interrupted)
+        ranks.run("kept")
+    ranks.run("'kept' in globals()")
+    said = "New ranks: the earlier ones were {}, and what cells had defined on them is gone.\n"
+    assert (
+        capsys.readouterr().out == said.format("ended by KeyboardInterrupt in the middle of a call") + "rank 0: False\n"
+    )
+    ranks.close()
+    ranks.close()
+    ranks.run("1")
+    ranks.run("2")
+    assert capsys.readouterr().out == said.format("closed") + "rank 0: 1\nrank 0: 2\n"
+    with pytest.raises(RanksFailed, match="The next call starts new ranks"):
+        ranks.run("import os; os._exit(3)")
+    ranks.run("3")
+    assert capsys.readouterr().out == "rank 0: 3\n", "it has been said"
+    ranks.close()

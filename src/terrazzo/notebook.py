@@ -60,6 +60,7 @@ class Ranks:
         """Use `ranks`."""
         self._number, self._timeout, self._cells = number, timeout, 0
         self._world: World | None = None
+        self._ended = ""  # why there are no ranks any more, if this has not been said
 
     def __repr__(self) -> str:
         return f"<ranks({self._number}){'' if self._world is None else ', running'}>"
@@ -80,22 +81,31 @@ class Ranks:
         self._run(Request.of(_run_cell, (cell, f"<cell {self._cells} on ranks>")))
 
     def close(self) -> None:
-        """End the processes; the next call starts new ones."""
+        """End the processes; the next call starts new ones, and says so."""
+        self._end("were closed")
+
+    def _end(self, why: str) -> None:
         if self._world is not None:
             self._world.close()
-            self._world = None
+            self._world, self._ended = None, why
 
     def _run(self, request: Request) -> Sequence[Outcome]:
-        done, live = False, _Live(self._number)
+        done, live, why = False, _Live(self._number), ""
+        if self._ended:
+            print(f"New ranks: the earlier ones {self._ended}, and what cells had defined on them is gone.", flush=True)
+            self._ended = ""
         try:
             if self._world is None:
                 with _without_main():
                     self._world = World(self._number, request)
             outcomes = self._world.call(request, self._timeout, grace=10, watch=live)
             done = not any(outcome.hung or outcome.exitcode is not None for outcome in outcomes)
+        except BaseException as error:
+            why = f"were ended by {type(error).__name__} in the middle of a call"
+            raise
         finally:  # also when interrupted: ranks in the middle of a call cannot be used again
             if not done:
-                self.close()
+                self._end(why)  # of ranks that failed it is said below
         live.end([each.output for each in outcomes])
         failed = [outcome for outcome in in_order_of_failure(outcomes) if not outcome.ok]
         if failed:
