@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from terrazzo._torch.autograd import is_transformed
+from terrazzo._torch.counting import CountingParameter
 from terrazzo.errors import DTensorError, MixedTensorError
 from terrazzo.layout import Layout, Replicate
 from terrazzo.tensor.dispatch.spec import Call, Operand
 from terrazzo.tensor.dtensor import DTensor, wrap
+from terrazzo.tensor.foreign import is_torch_dtensor
 from terrazzo.tensor.links import counts_as_replicated
 
 
@@ -39,12 +41,7 @@ def admit_plain_tensors(
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             admitted = admitted and admits is not None and admits(value)
             if value.numel() != 1 and not counts_as_replicated() and not admitted:
-                raise MixedTensorError(
-                    f"{name}: {where} is a plain {type(value).__name__} of shape {tuple(value.shape)}, mixed with "
-                    "DTensors. Make it a DTensor (distribute_tensor(t, mesh, placements), or DTensor.from_local for "
-                    "each rank's part), or call this inside terrazzo.tensor.experimental.implicit_replication() if "
-                    "every rank has the same values" + _notes_on([*args, *kwargs.values()])
-                )
+                raise MixedTensorError(f"{name}: {where} is {_what(value)}" + _notes_on([*args, *kwargs.values()]))
             found = True
             return replicated(value, like)
         if type(value) in (list, tuple):
@@ -54,6 +51,28 @@ def admit_plain_tensors(
     new_args = [walk(a, f"argument {i}", i > 0) for i, a in enumerate(args)]
     new_kwargs = {k: walk(v, f"argument {k!r}", True) for k, v in kwargs.items()}
     return (new_args, new_kwargs) if found else None
+
+
+def _what(value: torch.Tensor) -> str:
+    """What is mixed with DTensors, and what to do."""
+    shape = f"of shape {tuple(value.shape)}"
+    if is_torch_dtensor(type(value)):
+        return (
+            f"a DTensor of torch.distributed.tensor {shape}, mixed with those of terrazzo, which are another class. "
+            "Import distribute_tensor, init_device_mesh and the like from terrazzo.tensor, or convert it with "
+            "terrazzo.tensor.interop.from_torch_dtensor"
+        )
+    if isinstance(value, CountingParameter):
+        return (
+            f"a parameter {shape} that fully_shard has gathered, so it is a plain tensor, mixed with DTensors. Give "
+            "the model plain tensors, this rank's part of the batch: x.to_local(), or x.full_tensor() if every rank "
+            "is to compute the same"
+        )
+    return (
+        f"a plain {type(value).__name__} {shape}, mixed with DTensors. Make it a DTensor (distribute_tensor(t, mesh, "
+        "placements), or DTensor.from_local for each rank's part), or call this inside "
+        "terrazzo.tensor.experimental.implicit_replication() if every rank has the same values"
+    )
 
 
 def replicated(value: torch.Tensor, like: Layout) -> DTensor:
