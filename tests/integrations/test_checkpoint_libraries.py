@@ -400,6 +400,30 @@ def test_ranks_that_upload_their_files(tmp_path: Path) -> None:
     run_ranks(2, check_composer, str(tmp_path))
 
 
+def save_under_one_name(folder: str) -> None:
+    warnings.simplefilter("ignore", InstallWarning)
+    terrazzo.install()
+    try:
+
+        class Writer(dcp.FileSystemWriter):
+            def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+                return [dataclasses.replace(plan, storage_data=Prefix("same-")) for plan in plans]
+
+        rank = torch.distributed.get_rank()
+        for _ in range(2):
+            dcp.save({f"w{rank}": torch.full((3,), float(rank))}, storage_writer=Writer(folder))
+            target = {f"w{n}": torch.full((3,), -1.0) for n in range(2)}
+            dcp.load(target, checkpoint_id=folder)
+            assert [value.tolist() for value in target.values()] == [[0] * 3, [1] * 3]
+            torch.distributed.barrier()
+    finally:
+        terrazzo.uninstall()
+
+
+def test_ranks_whose_writer_gives_them_one_name_do_not_lose_their_files(tmp_path: Path) -> None:
+    run_ranks(2, save_under_one_name, str(tmp_path))
+
+
 def save_apart(folder: str) -> None:
     rank = torch.distributed.get_rank()
     mine = {"w": torch.full((3,), float(rank)), "step": [rank, 7]}

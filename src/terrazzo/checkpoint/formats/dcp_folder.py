@@ -172,8 +172,9 @@ class FileSystemWriter(BlockingAsyncStager, DCPWriter):
             raise
         try:
             self.store.delete(self._replaced - files_named(metadata))
-            if not linked and names and self.store.caps.in_place:
-                self.store.delete(names)  # files of saves that were killed: the checkpoint that is there now has none
+            if not linked and self.store.caps.in_place:
+                # Files of saves that were killed: the checkpoint that is there now does not have them.
+                self.store.delete(names.keys() - files_named(metadata))
                 if self._link(names):
                     self._put(replace(metadata, storage_data=named))
                     metadata.storage_data, linked = named, True
@@ -203,9 +204,11 @@ class FileSystemWriter(BlockingAsyncStager, DCPWriter):
         return names if len(names) == len(pairs) else {}
 
     def _link(self, names: Mapping[str, str]) -> bool:
-        """Give all files the names, if the store has links and no other file has one of them."""
-        return self.store.caps.in_place and all(
-            self.store.adopt(self.store, file, name) == name for name, file in names.items()
+        """Give all files the names, if there are some, the store has links and no other file has one of them."""
+        return (
+            self.store.caps.in_place
+            and bool(names)
+            and all(self.store.adopt(self.store, file, name) == name for name, file in names.items())
         )
 
 
