@@ -69,8 +69,19 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 def checking_terms(route: Route, paths: Sequence[Path]) -> Route:
     """`route`, or, where its results cannot hold the terms, the function of operands without terms."""
 
+    places = tuple(path[0] for path in paths if len(path) == 1 and type(path[0]) is int)
+    if len(places) < len(paths):
+        places = ()
+
     def run(func: Any, args: Any, loc: Any, kw: Any, kwargs: Any) -> Any:
         result = route(func, args, loc, kw, kwargs)
+        if places and type(result) is DTensor:  # the most common case, of one dtype, without further calls
+            made = result._local.dtype
+            for i in places:
+                if args[i]._local.dtype is not made:
+                    break
+            else:
+                return result
         return result if are_kept(result, paths, args, kwargs) else reduced_first(func, paths, args, kwargs)
 
     return run
