@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,8 +64,11 @@ def operation(what: str, checkpoint_id: str | os.PathLike[str] | None, rank: int
         yield event
     except BaseException as error:
         event.error = plain_text(f"{type(error).__name__}: {error}")
-        # An error is one line of the log: of the whole operation, and of the first rank that failed.
+        # An error is one line of the log, if the program has one: of the whole operation, and of the first rank that
+        # failed. Without a log the line would stand above the exception, which says the same. In other threads, as of
+        # a save in the background, perhaps nothing shows the exception.
         first = whole.old_value is not True and rank == min(getattr(error, "failures", None) or [rank])
+        first = first and (LOGGER.hasHandlers() or threading.current_thread() is not threading.main_thread())
         raise
     finally:
         _inside.reset(whole)
