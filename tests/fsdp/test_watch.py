@@ -131,8 +131,37 @@ def check_replicas() -> None:
             assert all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), before, strict=True))
 
 
+def check_settings() -> None:
+    """Where ranks would reduce other gradients, or not all of them, no one does."""
+
+    def freeze(model: Any) -> None:
+        model.x.weight.requires_grad_(False)
+
+    changes: list[tuple[str, Any]] = [
+        ("has x with trained parameters 0b10, .* rank 1 has x with trained parameters 0b11", freeze),
+        ("has x with .*rank 1 has x with .*, gradient_sync", lambda m: m.x.set_requires_gradient_sync(False)),
+        ("has x with .*rank 1 has x with .* reshard_after_forward", lambda m: m.x.set_reshard_after_forward(False)),
+    ]
+    for text, change in changes:
+        model, optimizer = known_branches()
+        params = list(model.parameters())
+        before = [whole(p).clone() for p in params]
+        if dist.get_rank() == 0:
+            change(model)
+        with pytest.raises(DivergedRanksError, match=text):
+            step(model, optimizer, "x")
+        assert all(torch.equal(whole(p), q) for p, q in zip(params, before, strict=True))
+
+
 def check_all() -> None:
-    for check in (check_replicas, check_on_cpu, check_on_device, check_evaluations, check_separate_models):
+    for check in (
+        check_replicas,
+        check_on_cpu,
+        check_on_device,
+        check_evaluations,
+        check_separate_models,
+        check_settings,
+    ):
         check()
 
 

@@ -24,6 +24,7 @@ message lists them.
 from __future__ import annotations
 
 import uuid
+import zlib
 from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -166,10 +167,10 @@ class Watch:
         self._log.append((what, unit))
         self._checksum = (self._checksum * 1000003 + unit.code * 4 + _CODES[what]) & 0x7FFFFFFFFFFFFFFF
 
-    def compare(self, *, always: bool = True) -> None:
+    def compare(self, *, always: bool = True, settings: Sequence[str] = ()) -> None:
         """Start to compare the events since the last comparison, if there are any, or `always`.
 
-        Called at the end of a forward or backward.
+        Called at the end of a forward or backward. `settings` are compared too.
         """
         axis = self._axis
         if axis is None or not (always or self._in_part):
@@ -178,7 +179,9 @@ class Watch:
             self.settle()
         checksum, recent = self._checksum, list(self._log)[-self._in_part :] if self._in_part else []
         self._checksum = self._in_part = 0
-        names = [f"{what} {unit.name}" for what, unit in recent]
+        names = [f"{what} {unit.name}" for what, unit in recent] + [f"has {each}" for each in settings]
+        if settings:
+            checksum ^= zlib.crc32("\n".join(settings).encode())
         if self.streams is None:
             assert self._beside is not None
             both = torch.tensor([checksum, -checksum], device="cpu")
@@ -364,7 +367,8 @@ def _first_difference(everyone: list[list[str] | None], ranks: tuple[int, ...]) 
             which = ", ".join(f"rank {rank} {what}" for rank, what in zip(ranks, at, strict=True))
             return (
                 f"ranks ran different modules: event {i + 1} of a forward or backward was {which}. Parameters and "
-                "gradients may be mixed up. All ranks must run the same modules in the same order. If each rank has "
+                "gradients may be mixed up. All ranks must run the same modules in the same order, with the same "
+                "settings (requires_grad, set_requires_gradient_sync, set_reshard_after_forward). If each rank has "
                 "data for some modules only, run all of them on every rank, or call fully_shard on the module that "
                 "contains them instead of on each"
             )

@@ -84,6 +84,7 @@ class Root:
         # The order of units in the last forward of each outermost module.
         self._orders: dict[int, tuple[int, ...]] = {}
         self._specs: dict[tuple[Switches, ...], Spec] = {}  # by the groups' switches, since sizes last changed
+        self._compared: tuple[str, ...] | None = None  # the settings, until something changes
         self._stale = True  # whether plans must be made from another `spec`
         self._passing: deque[tuple[Any, ...]] = deque(maxlen=_MOST_EVENTS)  # events since the last forward began
         self.passes: dict[int, Events] = {}  # by outermost module, the events of its last forward with a backward
@@ -167,6 +168,7 @@ class Root:
     def changed(self, *, sizes: bool) -> None:
         """Called when a setting has changed, and perhaps `sizes`: plans must be made again, and perhaps units."""
         self._stale = True
+        self._compared = None
         if sizes:
             self._specs.clear()
         if self._forming is None:
@@ -176,6 +178,7 @@ class Root:
         """Note that sizes have changed, so that plans must be made again."""
         self._specs.clear()
         self._stale = True
+        self._compared = None
 
     def _spec_now(self) -> Spec:
         """`spec`, made once for these switches: programs turn some of them in every step."""
@@ -194,6 +197,19 @@ class Root:
             units[unit.index] = self._unit_spec(unit)
         modules = tuple([group.unit.index for group in self.groups for _ in group.modules])
         return Spec(tuple(units), self.streams is not None, modules)
+
+    def _settings(self) -> tuple[str, ...]:
+        """What must be equal on all ranks that shard, so that they reduce the same in backward: the trained parameters
+        of each unit, and what is switched on."""
+        if self._compared is None:
+            found = []
+            for unit in self.units:
+                if unit.params:
+                    trained = sum(param.requires_grad << i for i, param in enumerate(unit.params))
+                    on = [name for name, value in asdict(unit.groups[0].switches).items() if value is True]
+                    found.append(f"{unit.name} with trained parameters {trained:#b}, {', '.join(on)}")
+            self._compared = tuple(found)
+        return self._compared
 
     def _unit_spec(self, unit: Unit) -> UnitSpec:
         group, aliased = unit.groups[0], all(bucket.will_alias for bucket in unit.buckets)
@@ -375,7 +391,7 @@ class Root:
             order = self._orders[module] = tuple(course.order)
             self.executor.expect(order)
             self.watch.forwards += 1
-            self.watch.compare()
+            self.watch.compare(settings=self._settings())
 
     def _wait_for_reads(self) -> None:
         """Wait until gathers have read the shards in pinned memory: the host may write there next, and at once."""
