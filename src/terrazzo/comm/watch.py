@@ -284,7 +284,8 @@ class Watch:
         if Written.HERE not in written:
             return [bool(each) for each in written]
         try:
-            work.synchronize()
+            with Waiting("beginning a forward, or unshard()", self._axis.ranks):
+                work.synchronize()
         except RuntimeError as error:
             raise self.explain(CommError(str(error))) from error
         # What some have not written is not gathered again. All go on until they have seen that, and raise.
