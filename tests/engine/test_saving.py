@@ -262,9 +262,19 @@ def check_client_state(folder: str, layout: str) -> None:
         assert engine.get_lr() == rate and (layout == "deepspeed" or torch.equal(torch.get_rng_state(), seen))
 
 
+def check_client_state_under_install(folder: str) -> None:
+    terrazzo.install()  # under which torch.distributed.checkpoint.save writes PyTorch's format
+    try:
+        check_client_state(folder, "native")
+    finally:
+        terrazzo.uninstall()
+
+
+@pytest.mark.filterwarnings("ignore::terrazzo.integrations.installing.InstallWarning")  # of other tests' modules
 def test_client_state_comes_back_as_it_was(tmp_path):
     for layout in ("native", "deepspeed"):
         run_ranks(2, check_client_state, str(tmp_path / layout), layout)
+    run_ranks(2, check_client_state_under_install, str(tmp_path / "install"))
 
 
 def check_log(folder: str) -> None:

@@ -97,7 +97,7 @@ def save_named(
         check: Raises on the first rank if another job has the folder: then nothing is committed, nor `latest` moved.
     """
     place = root / name
-    arguments: dict[str, Any] = {"checkpoint_id": place.path} if place.is_named else {"store": place.store}
+    arguments: dict[str, Any] = {"store": place.store}  # terrazzo's format, under install(), too
     if check is not None:
         arguments = {"checkpoint_id": place.store.location, "storage_writer": _CheckedWriter(place.store, check)}
     arguments |= {"planner": planner, "process_group": ranks.group, "timeout": ranks.timeout}
