@@ -22,7 +22,6 @@ from terrazzo.layout.drawing import ShownAsCall
 from terrazzo.layout.placement import check_placement
 from terrazzo.tensor.api import convert_calls, distribute_tensor, replicate_rest
 from terrazzo.tensor.dtensor import DTensor
-from terrazzo.tensor.parallel.chunked import gathers_in_chunks, scatters_in_chunks
 
 Placements = tuple[Placement, ...]
 
@@ -93,15 +92,7 @@ class _Cut(ParallelStyle):
     _cuts: Mapping[type[nn.Module], tuple[Mapping[str, Placement], Placement]]
     """For each kind of module: the placements of its parameters, and that of its input."""
 
-    chunks: int
-    """Into how many chunks the communication of a linear layer is cut, to run while others are computed."""
-
-    def __init__(
-        self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool, chunks: int = 1
-    ) -> None:
-        if chunks < 1:
-            raise ParallelPlanError(f"{type(self).__name__}: chunks is a number from 1, not {chunks}")
-        self.chunks = chunks
+    def __init__(self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool) -> None:
         check_placement(input_layouts)
         check_placement(output_layouts)
         self.input_layouts = (input_layouts,)
@@ -121,17 +112,12 @@ class _Cut(ParallelStyle):
         self, module: nn.Module, mesh: DeviceMesh, parameters: Mapping[str, Placement], needed: Placements
     ) -> nn.Module:
         def convert_input(mod: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-            # In chunks, the layer itself gathers its input.
-            wanted = self.input_layouts if in_chunks and needed[0].is_replicate() else needed
-            return (self._prepare_input_fn(self.input_layouts, wanted, mod, inputs, mesh), *inputs[1:])
+            return (self._prepare_input_fn(self.input_layouts, needed, mod, inputs, mesh), *inputs[1:])
 
         def convert_output(mod: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
             return self._prepare_output_fn(self.output_layouts, self.use_local_output, mod, output, mesh)
 
         place_parameters(module, mesh, lambda name: parameters.get(name, Replicate()), self.src_data_rank)
-        in_chunks = self.chunks > 1 and isinstance(module, nn.Linear)
-        if in_chunks:
-            _compute_in_chunks(module, needed, self.output_layouts[0], self.chunks)
         convert_calls(module, mesh, convert_input, convert_output)
         return module
 
@@ -160,19 +146,6 @@ class _Cut(ParallelStyle):
         )
 
 
-def _compute_in_chunks(module: Any, needed: Placements, to: Placement, chunks: int) -> None:
-    at_once = module.forward
-
-    def forward(x: DTensor) -> Any:
-        if needed[0].is_replicate():
-            found = gathers_in_chunks(module, x, chunks)
-            return at_once(placed(x, needed)) if found is None else found
-        found = scatters_in_chunks(module, x, to, chunks)
-        return at_once(x) if found is None else found
-
-    module.forward = forward
-
-
 def _shape_of_input(module: nn.Module, value: Any, placement: Placement) -> tuple[int, ...] | None:
     """The global shape of a linear layer's input whose features are sharded, maybe unevenly; None for other inputs."""
     if not (isinstance(module, nn.Linear) and isinstance(placement, Shard) and isinstance(value, torch.Tensor)):
@@ -189,8 +162,6 @@ class ColwiseParallel(_Cut):
         input_layouts: The placement of an input that is a plain tensor; replicated by default.
         output_layouts: The placement of the output; by default sharded on its last dim, which needs no communication.
         use_local_output: Return this rank's local tensor instead of a DTensor.
-        chunks: Of a linear layer whose input is sharded along the sequence: gather it in so many chunks, and compute
-            with one while the next is on its way; in backward its gradient is reduced in as many.
 
     >>> ColwiseParallel(use_local_output=False)
     ColwiseParallel(input_layouts=(Replicate(),), output_layouts=(Shard(dim=-1),), use_local_output=False)
@@ -207,9 +178,8 @@ class ColwiseParallel(_Cut):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
-        chunks: int = 1,
     ) -> None:
-        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output, chunks)
+        super().__init__(input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output)
 
 
 class RowwiseParallel(_Cut):
@@ -222,8 +192,6 @@ class RowwiseParallel(_Cut):
             embedding pass `Replicate()`: the word indices are the same on every rank.
         output_layouts: The placement of the output; replicated by default.
         use_local_output: Return this rank's local tensor instead of a DTensor.
-        chunks: Of a linear layer whose output is sharded along the sequence: reduce it in so many chunks, while others
-            are computed; in backward its gradient is gathered in as many.
     """
 
     _cuts = {
@@ -237,9 +205,8 @@ class RowwiseParallel(_Cut):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
-        chunks: int = 1,
     ) -> None:
-        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output, chunks)
+        super().__init__(input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output)
 
 
 class SequenceParallel(ParallelStyle):
