@@ -64,13 +64,15 @@ def rebuild(
     """Undo `reduce`."""
     if dist.is_initialized() and writer is not None:  # else it is seen from the writer, or the pickle does not say it
         rank, size = dist.get_rank(), dist.get_world_size()
-        refusal = f"rank {rank} of {size} cannot unpickle a DTensor of rank {writer} of {world}: "
-        if world is not None and size != world:
-            raise DTensorError(f"{refusal}its other parts are in another world. {_INSTEAD}")
+        if world is not None and size != world:  # the same text on all ranks, which is shown once
+            raise DTensorError(
+                f"a DTensor of rank {writer} of {world} cannot be unpickled in a world of {size}: its other parts are "
+                f"in another world. {_INSTEAD}"
+            )
         if not _hold_the_same(rank, writer, mesh[1], placements):
             raise DTensorError(
-                f"{refusal}it is placed {list(placements)} on the ranks {mesh[1]}, and this is not rank {rank}'s part. "
-                f"{_INSTEAD}"
+                f"rank {rank} of {size} cannot unpickle a DTensor of rank {writer} of {world}: it is placed "
+                f"{list(placements)} on the ranks {mesh[1]}, and this is not rank {rank}'s part. {_INSTEAD}"
             )
     layout = Layout.of(mesh_from_data(mesh, writer), placements, shape, order)
     if layout.coord is not None and tuple(local.shape) != tuple(layout.local_shape):
