@@ -37,6 +37,14 @@ def check_kinds() -> None:
     torch.testing.assert_close(model(x.full_tensor())[:2], model(values[:2]))
     model(x.to_local()).sum().backward()
 
+    state = {
+        name: torch_tensor.distribute_tensor(p.detach().full_tensor(), mesh, [torch_tensor.Shard(0)])
+        for name, p in model.named_parameters()
+    }
+    with pytest.raises(RuntimeError, match=r"fully_shard from terrazzo.fsdp, or convert it with") as told:
+        model.load_state_dict(state)
+    assert "call the module itself" not in str(told.value)  # which is the cure for another mistake
+
 
 def test_each_kind_has_its_cure():
     run_ranks(2, check_kinds)

@@ -41,7 +41,9 @@ def admit_plain_tensors(
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             admitted = admitted and admits is not None and admits(value)
             if value.numel() != 1 and not counts_as_replicated() and not admitted:
-                raise MixedTensorError(f"{name}: {where} is {_what(value)}" + _notes_on([*args, *kwargs.values()]))
+                theirs = is_torch_dtensor(type(value))  # of which no note of a parameter says the reason
+                notes = "" if theirs else _notes_on([*args, *kwargs.values()])
+                raise MixedTensorError(f"{name}: {where} is {_what(value)}{notes}")
             found = True
             return replicated(value, like)
         if type(value) in (list, tuple):
@@ -59,8 +61,8 @@ def _what(value: torch.Tensor) -> str:
     if is_torch_dtensor(type(value)):
         return (
             f"a DTensor of torch.distributed.tensor {shape}, mixed with those of terrazzo, which are another class. "
-            "Import distribute_tensor, init_device_mesh and the like from terrazzo.tensor, or convert it with "
-            "terrazzo.tensor.interop.from_torch_dtensor"
+            "Import distribute_tensor and the like from terrazzo.tensor and fully_shard from terrazzo.fsdp, or convert "
+            "it with terrazzo.tensor.interop.from_torch_dtensor"
         )
     if isinstance(value, CountingParameter):
         return (
