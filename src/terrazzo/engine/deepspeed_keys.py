@@ -225,7 +225,7 @@ _PRECISION = {
     "bf16.bf16_master_weights_and_grads": _done("together with the next"),
     "bf16.bf16_optimizer_states": _done("gradients are reduced as `communication_data_type` says, then rounded"),
     "bfloat16": _mapped("`bf16`"),
-    "torch_autocast.enabled": _done(),
+    "torch_autocast.enabled": _done("without `bf16` and `fp16`: together with one of them it is an error"),
     "torch_autocast.dtype": _done("`bfloat16`, also if it is missing; for float16 use `fp16`"),
     "torch_autocast.lower_precision_safe_modules": _warned("parameters are sent in float32"),
     "data_types.grad_accum_dtype": _warned("gradients add up in float32", "fp32", "float32", "float", "torch.float32"),
