@@ -482,22 +482,13 @@ def smallest_half(deepspeed: ModuleType, folder: Path) -> list[float]:
     return [value for config in configs for value in _smallest(deepspeed, **config)]
 
 
-def curriculum(deepspeed: ModuleType, folder: Path) -> list[float]:
+def growing(deepspeed: ModuleType, folder: Path) -> list[float]:
     """Sequences that grow longer, with accumulation that the script divides itself."""
-    name = f"{deepspeed.__name__}.runtime.data_pipeline.curriculum_scheduler"
-    schedule = importlib.import_module(name).CurriculumScheduler(
-        {
-            "min_difficulty": 4,
-            "max_difficulty": LENGTH,
-            "schedule_type": "fixed_root",
-            "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 2, "root_degree": 2},
-        }
-    )
     engine, *_ = deepspeed.initialize(model=GPT(), config=settings(1, gradient_accumulation_steps=2))
     seen = []
     tokens, labels = text().tensors
     for step in range(8):
-        length = schedule.update_difficulty(engine.global_steps + 1)
+        length = min(4 + 2 * engine.global_steps, LENGTH)
         for micro in range(2):
             part = slice(step * 2 + micro * 8, step * 2 + micro * 8 + 8)
             loss = engine(mine(tokens[part, :length]), mine(labels[part, :length]))
@@ -604,7 +595,7 @@ SCRIPTS = {
             experts_by_rank,
             smallest,
             smallest_half,
-            curriculum,
+            growing,
         ),
         *(own_optimizer, resume, by_hand, pipeline),
     )
@@ -624,7 +615,6 @@ def real() -> ModuleType:
     os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it looks for ninja
     import deepspeed.comm.torch
-    import deepspeed.runtime.data_pipeline.curriculum_scheduler
     from deepspeed.accelerator import get_accelerator
 
     import deepspeed

@@ -113,9 +113,6 @@ WITHOUT_DEFAULT = {
     "sequence_parallel_size", "sequence_parallel_method",  # the first is DeepSpeed's, which has no default
     "sparse_gradients",  # of DeepSpeed until 0.18
     "use_data_before_expert_parallelism",  # False: DeepSpeed reads it by a function of its own
-    "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics",
-    *(f"data_efficiency.data_routing.random_ltd.{k}" for k in (
-        "random_ltd_layer_id", "hidden_state_order", "random_ltd_schedule")),
 }  # fmt: skip
 # Arguments of DeepSpeed's optimizers that are left out here.
 ALWAYS_SO = {
@@ -263,10 +260,11 @@ def test_configs_that_people_have():
     assert read_config({**base, "bfloat16": {"enabled": True}})[0].bf16.enabled
     assert read_config({**base, "gradient_allreduce_op": "SUM"})[0].gradient_allreduce_op == "sum"
     assert read_config({**base, "zero_optimization": True})[0].zero_optimization.stage == 1
-    metric = {"min_difficulty": 1, "max_difficulty": 4, "schedule_type": "fixed_linear", "difficulty_type": "value"}
-    metric["schedule_config"] = {"total_curriculum_step": 5, "difficulty_step": 1}
-    sampling = {"curriculum_learning": {"enabled": True, "curriculum_metrics": {"m": metric}}, "num_epochs": 3}
-    assert read_config({**base, "data_efficiency": {"data_sampling": sampling}})[0].data_efficiency.seed == 1234
+    off = {"enabled": False, "curriculum_metrics": {"m": {"difficulty_type": "value"}}}
+    sampling = {"enabled": True, "curriculum_learning": off, "num_epochs": 3, "num_workers": 2}
+    routing = {"enabled": True, "random_ltd": {"enabled": False, "random_ltd_layer_num": 4}}
+    data = {"enabled": True, "seed": 7, "data_sampling": sampling, "data_routing": routing}
+    assert read_config({**base, "data_efficiency": data})[0].data_efficiency.data_sampling.num_workers == 2
 
 
 @pytest.mark.parametrize(

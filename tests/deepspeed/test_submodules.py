@@ -42,7 +42,7 @@ def test_modules_are_found_where_deepspeed_has_them():
 
 
 def check_attributes() -> None:
-    names = ["moe.utils", "ops.adam.cpu_adam", "runtime.config_utils", "runtime.data_pipeline.curriculum_scheduler"]
+    names = ["moe.utils", "ops.adam.cpu_adam", "runtime.config_utils"]
     names += ["runtime.lr_schedules", "runtime.precision_config", "runtime.utils", "utils.groups", "utils.zero_to_fp32"]
     for name in names:
         assert operator.attrgetter(name)(deepspeed).__name__.startswith("terrazzo.deepspeed."), name
@@ -193,7 +193,6 @@ def check_getters() -> None:
         "zero_overlap_comm": True,
         "zero_offload_param": None,
         "optimizer_name": "adamw",
-        "curriculum_learning_config": {"enabled": False, "curriculum_metrics": {}},
         "dump_state": False,
     }
     found = {name: getattr(engine, name)() for name in expected}

@@ -10,7 +10,7 @@ from terrazzo.engine import EngineConfig
 from terrazzo.engine.config import Batch, as_mapping, read_config
 from terrazzo.errors import EngineConfigError
 
-CURRICULUM = {"curriculum_metrics": {}, "enabled": True}
+CURRICULUM = {"curriculum_metrics": {"m": {"min_difficulty": 1}}, "enabled": True}
 LTD = {"enabled": True, "random_ltd_layer_id": [1]}
 
 
@@ -48,9 +48,9 @@ LTD = {"enabled": True, "random_ltd_layer_id": [1]}
             "step_on 'device' with offload_param",
         ),
         ({"sparse_gradients": True, "zero_optimization": {"stage": 2}}, "sparse_gradients needs"),
-        ({"data_efficiency": {"data_sampling": {"curriculum_learning": CURRICULUM}}}, "curriculum_metrics"),
-        ({"data_efficiency": {"data_routing": {"random_ltd": LTD}}}, "random_ltd_schedule"),
-        ({"curriculum_learning": {"enabled": True}}, "data_efficiency.data_sampling.curriculum_learning"),
+        ({"data_efficiency": {"data_sampling": {"curriculum_learning": CURRICULUM}}}, "sampler of your own"),
+        ({"data_efficiency": {"data_routing": {"random_ltd": LTD}}}, "in the model's forward"),
+        ({"curriculum_learning": {"enabled": True}}, "sampler of your own"),
         ('{"train_batch_size": ', "not valid JSON"),
         ("[1]", "readable file"),
         ("/no/such/file.json", "readable file"),

@@ -298,14 +298,6 @@ class DeepSpeedEngine(nn.Module):
         """Whether the optimizer's state is on the CPU."""
         return self.core.config.zero_optimization.offload_optimizer.device == "cpu"
 
-    def curriculum_learning_enabled(self) -> bool:
-        """Whether there is a curriculum."""
-        return self.core.config.data_efficiency.data_sampling.curriculum_learning.enabled
-
-    def random_ltd_enabled(self) -> bool:
-        """Whether layers process random subsets of the tokens."""
-        return self.core.random_ltd is not None
-
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
         """Load the model from a checkpoint's `module`, or from a state dict."""
         load_whole(self.core, checkpoint.get("module", checkpoint), strict)

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -29,10 +28,6 @@ SETTINGS: Final[Mapping[str, tuple[str, Any]]] = {
     "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
     "dynamic_loss_scale": ("fp16.loss_scale", 0),
     "fp16_auto_cast": ("fp16.auto_cast", False),
-    "data_efficiency_config": ("data_efficiency", {}),
-    "data_sampling_config": ("data_efficiency.data_sampling", {}),
-    "curriculum_learning_config": ("data_efficiency.data_sampling.curriculum_learning", {}),
-    "random_ltd_config": ("data_efficiency.data_routing.random_ltd", {}),
     "flops_profiler_enabled": ("flops_profiler.enabled", False),
     "flops_profiler_profile_step": ("flops_profiler.profile_step", 1),
     "flops_profiler_module_depth": ("flops_profiler.module_depth", -1),
@@ -113,14 +108,8 @@ def setting_of(engine: Engine, given: Mapping[str, Any], name: str) -> Any:
         return value.lower() if value.lower() in OPTIMIZERS else value
     if name in ("zero_offload_optimizer", "zero_offload_param"):
         return None if value is None else getattr(config.zero_optimization, name.removeprefix("zero_"))
-    if name in _SECTIONS:
-        section: Any = config.data_efficiency
-        for step in SETTINGS[name][0].split(".")[1:]:
-            section = getattr(section, step)
-        return msgspec.to_builtins(section)
     return value
 
 
 _DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_SECTIONS: Final = ("data_efficiency_config", "data_sampling_config", "curriculum_learning_config", "random_ltd_config")
 OPTIMIZERS: Final = ("adagrad", "adam", "adamw", "lamb", "lion", "muon")

@@ -47,13 +47,7 @@ SUBMODULES: Final[Mapping[str, str]] = {
 
 # Those that `import deepspeed` has imported, so that scripts use them as its attributes.
 _IMPORTED = (
-    *(
-        "checkpoint.utils",
-        "moe.utils",
-        "ops.op_builder",
-        "runtime.config_utils",
-        "runtime.data_pipeline.curriculum_scheduler",
-    ),
+    *("checkpoint.utils", "moe.utils", "ops.op_builder", "runtime.config_utils"),
     *("runtime.lr_schedules", "runtime.precision_config", "runtime.utils", "utils.groups", "utils.zero_to_fp32"),
 )
 _OF_PYDANTIC = ("runtime.config_utils", "runtime.precision_config")
@@ -82,6 +76,7 @@ ABSENT: Final[Mapping[str, str]] = {
     "ops.sparse_attention": "use PyTorch's scaled_dot_product_attention or flex_attention",
     "ops.transformer": "use PyTorch's layers",
     "runtime.comm": "use terrazzo.deepspeed.comm, or the functions of torch.distributed",
+    "runtime.data_pipeline": "terrazzo has removed curricula and random-LTD: use a DataLoader with your own sampler",
     "runtime.compiler": "use engine.compile(), which is torch.compile",
     "runtime.fp16.onebit": "1-bit optimizers are not supported: use Adam or Lamb, and zero_quantized_gradients",
     "runtime.hybrid_engine": "an engine for generation is not supported",

@@ -8,10 +8,9 @@ from terrazzo.engine.config import EngineConfig
 from terrazzo.engine.engine import Engine
 from terrazzo.engine.lr import WarmupCosineLR, WarmupDecayLR, WarmupLR
 from terrazzo.engine.lr_cycles import LRRangeTest, OneCycle
-from terrazzo.engine.sampler import Curriculum, ResumableSampler
+from terrazzo.engine.sampler import ResumableSampler
 
 __all__ = [
-    "Curriculum",
     "Engine",
     "EngineConfig",
     "LRRangeTest",

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 from terrazzo.engine.config import Batch, EngineConfig, read_config
-from terrazzo.engine.curriculum import difficulty_schedule
 from terrazzo.engine.engine import Engine
 from terrazzo.engine.loaders import StatefulLoader, checked_loader
 from terrazzo.engine.lr import SchedulerLike
@@ -24,7 +23,7 @@ from terrazzo.engine.optim import OptimizerLike, Parameters
 from terrazzo.engine.pipeline import LossFunction, Pipeline, ScheduleFactory, Stage, as_stages
 from terrazzo.engine.placing import RankRoles
 from terrazzo.engine.plans import cut_by_plan
-from terrazzo.engine.sampler import Curriculum, ResumableSampler
+from terrazzo.engine.sampler import ResumableSampler
 from terrazzo.errors import EngineConfigError
 
 LOGGER = logging.getLogger("terrazzo.engine")
@@ -48,7 +47,6 @@ def initialize(
     init_weights: Callable[[nn.Module], Any] | None = None,
     compile: bool | str = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    difficulties: Mapping[str, Any] | None = None,
 ) -> Engine:
     """Make a training engine.
 
@@ -89,7 +87,6 @@ def initialize(
             None: each module's `reset_parameters()`.
         compile: Compile the modules that are gathered together with `terrazzo.compile`: True, or the backend's name.
         collate_fn: Makes a batch of samples, for the data loader.
-        difficulties: For a curriculum, each metric's value for every sample.
     """
     tell_of_config_errors()
     checked, ignored = read_config(config)
@@ -128,15 +125,12 @@ def initialize(
         )
     mark("made")
     engine = Engine(trained, optimizer, lr_scheduler, checked, ranks, parameters, init_weights, backend)
-    curriculum = _curriculum(checked, difficulties)
     if training_dataloader is not None:
         if training_data is not None:
             raise EngineConfigError("both training_data and training_dataloader were passed; pass one of them")
         engine.training_dataloader = engine.stateful_loader = checked_loader(training_dataloader)
     if training_data is not None:
-        engine.training_dataloader = _loader(training_data, engine, curriculum, collate_fn)
-    elif curriculum is not None:
-        raise EngineConfigError("config: curriculum_learning is enabled, which needs training_data; pass it")
+        engine.training_dataloader = _loader(training_data, engine, collate_fn)
     return engine
 
 
@@ -158,22 +152,7 @@ def _pipeline(
     return Pipeline(stages, make, loss_fn, ranks.pipeline, tied)
 
 
-def _curriculum(config: EngineConfig, difficulties: Mapping[str, Any] | None) -> Curriculum | None:
-    sampling = config.data_efficiency.data_sampling
-    wanted = sampling.curriculum_learning
-    if not (config.data_efficiency.enabled and sampling.enabled and wanted.enabled):
-        if difficulties is not None:
-            raise EngineConfigError(
-                "difficulties were passed, but config.data_efficiency does not enable curriculum_learning"
-            )
-        return None
-    schedules = {name: difficulty_schedule(name, metric) for name, metric in wanted.curriculum_metrics.items()}
-    return Curriculum(difficulties or {}, schedules)
-
-
-def _loader(
-    data: Dataset[Any], engine: Engine, curriculum: Curriculum | None, collate_fn: Callable[[list[Any]], Any] | None
-) -> DataLoader[Any]:
+def _loader(data: Dataset[Any], engine: Engine, collate_fn: Callable[[list[Any]], Any] | None) -> DataLoader[Any]:
     if not hasattr(data, "__len__"):
         raise EngineConfigError(
             "training_data has no length, so its order cannot be resumed: pass a dataset with a length, or iterate "
@@ -182,9 +161,7 @@ def _loader(
     axis, batch = engine.ranks.samples, engine.batch
     if engine.pipeline is not None:  # the schedule cuts a rank's batch into micro-batches itself
         batch = Batch(batch.total, batch.micro * batch.accumulation, 1)
-    sampler = ResumableSampler(
-        len(data), batch, rank=axis.index, ranks=axis.size, seed=engine.config.seed, curriculum=curriculum
-    )
+    sampler = ResumableSampler(len(data), batch, rank=axis.index, ranks=axis.size, seed=engine.config.seed)
     engine.data_sampler = sampler
     sampling = engine.config.data_efficiency.data_sampling
     return _Loader(

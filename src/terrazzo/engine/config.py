@@ -182,63 +182,17 @@ class SchedulerConfig(_Section, frozen=True):
     params: dict[str, Any] = {}
 
 
-class ScheduleConfig(_Section, frozen=True):
-    """How a number grows with the steps; each type needs its own keys in `schedule_config`."""
-
-    min_difficulty: Count
-    max_difficulty: Count
-    schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete"]
-    schedule_config: dict[str, Any] = {}
-
-
-class CurriculumConfig(_Section, frozen=True):
-    """`curriculum_learning`: start with samples that are easy by some metrics."""
-
-    enabled: bool = False
-    curriculum_metrics: dict[str, ScheduleConfig] = {}
-
-
 class DataSamplingConfig(_Section, frozen=True):
-    """`data_sampling`: the order of the samples."""
+    """`data_sampling`: the processes that load the samples."""
 
-    enabled: bool = False
     num_workers: Annotated[int, msgspec.Meta(ge=0)] = 0
     pin_memory: bool = False
-    curriculum_learning: CurriculumConfig = CurriculumConfig()
-
-
-class TokenScheduleConfig(_Section, frozen=True):
-    """`random_ltd_schedule`: how many tokens the inner layers keep."""
-
-    min_value: Count
-    max_value: Count
-    schedule_type: Literal["fixed_linear"] = "fixed_linear"
-    schedule_config: dict[str, int] = {}
-
-
-class RandomLTDConfig(_Section, frozen=True):
-    """`random_ltd`: inner layers see a random subset of the tokens."""
-
-    enabled: bool = False
-    random_ltd_layer_id: tuple[int, ...] = ()
-    hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] = "batch_seq_dim"
-    random_ltd_schedule: TokenScheduleConfig | None = None
-
-
-class DataRoutingConfig(_Section, frozen=True):
-    """`data_routing`: which tokens pass through which layers."""
-
-    enabled: bool = False
-    random_ltd: RandomLTDConfig = RandomLTDConfig()
 
 
 class DataEfficiencyConfig(_Section, frozen=True):
-    """`data_efficiency`: the order of the data, and which tokens the layers process."""
+    """`data_efficiency`: how the data is loaded."""
 
-    enabled: bool = False
-    seed: int = 1234
     data_sampling: DataSamplingConfig = DataSamplingConfig()
-    data_routing: DataRoutingConfig = DataRoutingConfig()
 
 
 class EngineConfig(_Section, frozen=True):
@@ -409,17 +363,6 @@ def _check(config: EngineConfig) -> None:
         raise EngineConfigError("config: gradient_allreduce_op 'sum' needs zero_optimization.stage 0, 1 or 2, not 3")
     _check_offload(config.zero_optimization)
     _check_files(config.zero_optimization)
-    metrics = config.data_efficiency.data_sampling.curriculum_learning
-    if metrics.enabled and not metrics.curriculum_metrics:
-        raise EngineConfigError(
-            "config: data_efficiency.data_sampling.curriculum_learning is enabled without any curriculum_metrics"
-        )
-    ltd = config.data_efficiency.data_routing.random_ltd
-    if ltd.enabled and (ltd.random_ltd_schedule is None or not ltd.random_ltd_layer_id):
-        raise EngineConfigError(
-            "config: data_efficiency.data_routing.random_ltd is enabled, so it needs random_ltd_schedule and "
-            "random_ltd_layer_id"
-        )
 
 
 def _check_offload(zero: ZeroConfig) -> None:

@@ -7,7 +7,7 @@
     frozen_param_shapes         the same for frozen ones; None if they were left out
     frozen_param_fragments      [[name, dim, lengths], ...]: how the data-parallel ranks had cut them
     shared_params               further names of parameters -> first name
-    lr_scheduler, data_sampler, random_ltd, loss_scaler      their states, or None
+    lr_scheduler, data_sampler, loss_scaler                  their states, or None
     training_dataloader         the state of a loader that knows its place, each rank's own, or None
     sparse_tensor_module_names  embeddings with sparse gradients
     global_steps, skipped_steps, global_samples              counters
@@ -58,7 +58,6 @@ _TAKEN_NAMES: Final = frozenset(
         "frozen_param_fragments",
         "shared_params",
         "data_sampler",
-        "random_ltd",
         "sparse_tensor_module_names",
         "skipped_steps",
         "global_steps",
@@ -69,6 +68,7 @@ _TAKEN_NAMES: Final = frozenset(
         VALUE,  # what a manager says of the checkpoint
         # DeepSpeed's checkpoints have these too, and a run may be saved in its layout.
         "ds_version",
+        "random_ltd",
         "checkpoint_parallel_dimensions",
     }
 )
@@ -92,7 +92,6 @@ def content(engine: Trained, client_state: Mapping[str, Any], *, exclude_frozen:
         "lr_scheduler": _state_of(engine.lr_scheduler),
         "data_sampler": _state_of(engine.data_sampler),
         "training_dataloader": position_of(engine.stateful_loader, engine.ranks.samples),
-        "random_ltd": _state_of(engine.random_ltd),
         "loss_scaler": engine.loss_scale.state_dict(),
         "sparse_tensor_module_names": [] if engine.sparse is None else engine.sparse.names,
         "skipped_steps": engine.skipped_steps,

@@ -64,6 +64,7 @@ _NO_PARAMS = "DeepSpeed reads it only if `device` is `nvme`, which is an error: 
 _OVERLAP = "files are always read ahead and written behind"
 _KEPT = "inputs of checkpointed functions stay on their device, whole"
 _GONE = "DeepSpeed 0.19 has removed it"
+_NO_CURRICULUM = "terrazzo has removed curricula: use a DataLoader with a sampler of your own"
 _LAUNCHER = "it belongs to DeepSpeed's launcher"
 
 _TOP = {
@@ -123,10 +124,7 @@ _TOP = {
     "sparse_attention": _refused(_GONE),
     "graph_harvesting": _refused(_GONE),
     "progressive_layer_drop": _refused(_GONE),
-    "curriculum_learning": _refused(
-        "the old form of a curriculum: describe it in data_efficiency.data_sampling.curriculum_learning, and cut "
-        "sequences to engine.curriculum_limits()"
-    ),
+    "curriculum_learning": _refused(_NO_CURRICULUM),
 }
 
 _ZERO = {
@@ -260,35 +258,38 @@ _REPORTS = {
     "comms_logger.debug": _harmless("the report has one form"),
 }
 
+_CURRICULUM = "it belongs to a curriculum"
+_RANDOM_LTD = "it belongs to random-LTD"
+
 _DATA = {
-    "enabled": _done(),
-    "seed": _done(),
-    "data_sampling.enabled": _done(),
+    "enabled": _harmless("its sections are used without it"),
+    "seed": _harmless("the order depends on `seed` at the top"),
+    "data_sampling.enabled": _harmless("the section is used without it"),
     "data_sampling.num_epochs": _harmless("the order has no end"),
     "data_sampling.num_workers": _done("processes that load data"),
     "data_sampling.pin_memory": _done(),
     "data_sampling.dynamic_batching": _refused("batches are of one size"),
-    "data_sampling.curriculum_learning.enabled": _done(),
-    "data_sampling.curriculum_learning.curriculum_metrics": _done(
-        "`difficulties=` of `terrazzo.engine.initialize` has the values; files of DeepSpeed's analysis are not read"
+    "data_sampling.curriculum_learning.enabled": _refused(_NO_CURRICULUM),
+    "data_sampling.curriculum_learning.curriculum_metrics": _harmless(_CURRICULUM),
+    "data_sampling.curriculum_learning.data_cluster_path": _harmless(_CURRICULUM),
+    "data_routing.enabled": _harmless(_RANDOM_LTD),
+    "data_routing.random_ltd.enabled": _refused(
+        "terrazzo has removed random-LTD, so layers process all tokens: select tokens in the model's forward"
     ),
-    "data_sampling.curriculum_learning.data_cluster_path": _harmless("there are no clusters"),
-    "data_routing.enabled": _done(),
-    "data_routing.random_ltd.enabled": _done(),
-    "data_routing.random_ltd.random_ltd_layer_id": _done("layers of the longest `nn.ModuleList`"),
-    "data_routing.random_ltd.hidden_state_order": _done(),
-    "data_routing.random_ltd.random_ltd_schedule": _done(),
-    "data_routing.random_ltd.layer_token_lr_schedule": _refused("the learning rate is the scheduler's"),
     **{
-        f"data_routing.random_ltd.{key}": _harmless("it is seen in the model and the data")
+        f"data_routing.random_ltd.{key}": _harmless(_RANDOM_LTD)
         for key in (
             "attention_mask",
             "consumed_layer_tokens",
             "global_batch_size",
+            "hidden_state_order",
+            "layer_token_lr_schedule",
             "micro_batch_size",
             "model_mask_name",
             "model_type",
+            "random_ltd_layer_id",
             "random_ltd_layer_num",
+            "random_ltd_schedule",
             "sample_idx",
             "total_layer_num",
         )

@@ -35,7 +35,6 @@ from terrazzo.engine.optim import OptimizerLike, Parameters, make_optimizer
 from terrazzo.engine.paging import PagedState
 from terrazzo.engine.pipeline import Pipeline
 from terrazzo.engine.placing import RankRoles, compile_together, compute_dtype, reshard, shard_model
-from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.reports import CommsReport, FlopsReport
 from terrazzo.engine.sampler import ResumableSampler
 from terrazzo.engine.saving import (
@@ -138,11 +137,8 @@ class Engine(Shown):
         self.stateful_loader: StatefulLoader | None = None
         self.data_sampler: ResumableSampler | None = None
         self.loss_scale = loss_scale_of(config)
-        self.random_ltd = RandomLTD.of(config, whole)
         if self.pipeline is not None:
             self.pipeline.prepare(self.batch)
-            if self.random_ltd is not None:
-                raise EngineConfigError("config: random_ltd does not support pipelines: disable it")
         self.micro_steps = 0
         self.global_steps = 0
         self.global_samples = 0
@@ -403,8 +399,6 @@ class Engine(Shown):
         self.global_samples += samples
         if self.data_sampler is not None:
             self.data_sampler.end_step()
-        if self.random_ltd is not None:
-            self.random_ltd.end_step(self.global_steps, self.batch.total)
         self.unfinished = None
         if self.config.steps_per_print is not None and self.global_steps % self.config.steps_per_print == 0:
             rates = ", ".join(f"{rate:g}" for rate in self.get_lr())
@@ -616,13 +610,6 @@ class Engine(Shown):
     def get_lr(self) -> list[float]:
         """The learning rate of each param group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def curriculum_limits(self) -> dict[str, int]:
-        """The largest difficulty of the samples of the next step, by metric; empty without a curriculum.
-
-        With sequence length as the metric, longer samples may be truncated to it instead.
-        """
-        return {} if self.data_sampler is None else self.data_sampler.limits(self.global_steps)
 
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""

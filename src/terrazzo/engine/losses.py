@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from terrazzo._torch.autograd import adds_to_leaves, current_backward
 from terrazzo._torch.dispatching import tree_leaves
 from terrazzo.engine.config import EngineConfig
-from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.errors import EngineError
 
 _UNSCALED: Final = (
@@ -29,7 +28,6 @@ _UNSCALED: Final = (
 class _Trainer(Protocol):
     module: Any
     config: EngineConfig
-    random_ltd: RandomLTD | None
     global_steps: int
 
     def _prepare_backward(self) -> None: ...
@@ -64,8 +62,6 @@ class Losses:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         engine = self._engine
-        if engine.random_ltd is not None:
-            engine.random_ltd.begin_forward(engine.global_steps)
         if torch.is_grad_enabled():
             engine._prepare_backward()
 

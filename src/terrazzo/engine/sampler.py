@@ -1,63 +1,26 @@
 """The order in which a run sees its data: shuffled, divided among ranks, resumable on any number of ranks.
 
-Samples are taken in turn from one global order, which depends on the seed and the curriculum, not on the ranks: rank r
-of n takes the r-th part of each micro-batch. The position in that order is the whole state, so a run continues with
-the same data on any number of ranks, as long as the number of samples per step is the same.
-
-With a curriculum, a pass over the data starts with the samples that are easy enough; samples that become so during the
-pass are added to the rest of it.
+Samples are taken in turn from one global order, which depends on the seed, not on the ranks: rank r of n takes the r-th
+part of each micro-batch. The position in that order is the whole state, so a run continues with the same data on any
+number of ranks, as long as the number of samples per step is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping
+from itertools import count, islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import Sampler
 
 from terrazzo.engine.config import Batch
-from terrazzo.engine.curriculum import Ramp, Staircase
 from terrazzo.engine.seeds import generator_for
 from terrazzo.errors import EngineConfigError, EngineError
 from terrazzo.layout.drawing import ShownAsCall
 
-
-class Curriculum(ShownAsCall):
-    """Which samples are easy enough in which step.
-
-    Args:
-        difficulties: by metric, the difficulty of every sample.
-        schedules: by metric, the largest difficulty as it grows with the steps.
-    """
-
-    def __init__(self, difficulties: Mapping[str, Any], schedules: Mapping[str, Ramp | Staircase]) -> None:
-        absent = [name for name in schedules if name not in difficulties]
-        if absent:
-            raise EngineConfigError(
-                f"the curriculum uses the metrics {', '.join(absent)}, but `initialize(difficulties=...)` has no "
-                "values for them"
-            )
-        self._difficulties = {name: torch.as_tensor(difficulties[name]) for name in schedules}
-        self._schedules = schedules
-
-    def check_length(self, samples: int) -> None:
-        """Raise unless every metric has a value for every sample."""
-        for name, values in self._difficulties.items():
-            if values.shape != (samples,):
-                raise EngineConfigError(
-                    f"difficulties[{name!r}] has shape {tuple(values.shape)}, but there are {samples} samples"
-                )
-
-    def limits(self, step: int) -> dict[str, int]:
-        """The largest difficulty of a sample in the step after `step` others; schedules count from one."""
-        return {name: schedule.at(step + 1) for name, schedule in self._schedules.items()}
-
-    def eligible(self, limits: Mapping[str, int]) -> Tensor:
-        """For each sample whether it is easy enough."""
-        tests = [self._difficulties[name] <= limit for name, limit in limits.items()]
-        return torch.stack(tests).all(0)
+LOGGER = logging.getLogger("terrazzo.engine")
 
 
 class ResumableSampler(ShownAsCall, Sampler[list[int]]):
@@ -73,7 +36,6 @@ class ResumableSampler(ShownAsCall, Sampler[list[int]]):
         batch: the sizes of a step.
         rank, ranks: this rank's number, and the count, of the ranks that see different data.
         seed: of the order.
-        curriculum: which samples are easy enough; None: all.
         shuffle: if False, samples keep their own order.
     """
 
@@ -85,22 +47,20 @@ class ResumableSampler(ShownAsCall, Sampler[list[int]]):
         rank: int,
         ranks: int,
         seed: int,
-        curriculum: Curriculum | None = None,
         shuffle: bool = True,
     ) -> None:
         if samples < 1:
             raise EngineConfigError("the training data holds no samples")
-        if curriculum is not None:
-            curriculum.check_length(samples)
         self._samples, self._batch, self._rank, self._ranks = samples, batch, rank, ranks
-        self._seed, self._curriculum, self._shuffle = seed, curriculum, shuffle
-        self._start: dict[str, Any] = {"step": 0, "passes": 0, "taken": 0, "growth": []}
+        self._seed, self._shuffle = seed, shuffle
+        self._start = {"step": 0, "passes": 0, "taken": 0}
         self._trained = 0  # steps since the start
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = _Order(self, self._start)
+        start = self._start
+        order = self._from(start["passes"] * self._samples + start["taken"])
         while True:
-            step = order.take(self._batch.total)
+            step = list(islice(order, self._batch.total))
             size = self._batch.micro * self._ranks
             for first in range(0, self._batch.total, size):
                 begin = first + self._rank * self._batch.micro
@@ -120,12 +80,11 @@ class ResumableSampler(ShownAsCall, Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the steps that have been trained."""
-        order = _Order(self, self._start)
-        for _ in range(self._trained):
-            order.take(self._batch.total)
-        self._start, self._trained = order.state(), 0
+        passes, taken = divmod(self._position(), self._samples)
+        self._start = {"step": self._start["step"] + self._trained, "passes": passes, "taken": taken}
+        self._trained = 0
         return {
-            **order.state(),
+            **self._start,
             "samples": self._samples,
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -142,64 +101,30 @@ class ResumableSampler(ShownAsCall, Sampler[list[int]]):
                     "same to resume"
                 )
         self._seed = int(state["seed"])
-        self._start = {key: state[key] for key in ("step", "passes", "taken", "growth")}
+        self._start = {key: int(state[key]) for key in ("step", "passes", "taken")}
+        if any(event["limits"] for event in state.get("growth", ())):
+            LOGGER.warning(
+                "data sampler: the checkpoint is of a run with a curriculum, which terrazzo no longer has, so the rest "
+                "of its pass is unknown: this run begins a new pass over all samples"
+            )
+            self._start |= {"passes": self._start["passes"] + 1, "taken": 0}
         self._trained = 0
 
-    def order_of_pass(self, number: int, growth: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The samples of a pass in order, as far as it is known after the pool has grown `growth` times."""
-        order = torch.empty(0, dtype=torch.int64, device="cpu")
-        known = torch.zeros(self._samples, dtype=torch.bool, device="cpu")
-        for part, event in enumerate(growth):
-            pool = known.logical_not()
-            if self._curriculum is not None:
-                pool &= self._curriculum.eligible(event["limits"])
-            known |= pool
-            taken = event["taken"]
-            rest = torch.cat([order[taken:], pool.nonzero()[:, 0]])
-            if self._shuffle:
-                rest = rest[
-                    torch.randperm(len(rest), generator=generator_for(self._seed, "order", number, part), device="cpu")
-                ]
-            order = torch.cat([order[:taken], rest])
-        return order.tolist()
+    def _position(self) -> int:
+        """The number of samples before the next step, over all passes."""
+        start = self._start
+        return start["passes"] * self._samples + start["taken"] + self._trained * self._batch.total
 
-    def limits(self, step: int) -> dict[str, int]:
-        """The largest difficulty of a sample; empty without a curriculum."""
-        return {} if self._curriculum is None else self._curriculum.limits(step)
+    def _from(self, position: int) -> Iterator[int]:
+        """The samples from this position on, without end."""
+        first, taken = divmod(position, self._samples)
+        for number in count(first):
+            yield from self._order_of_pass(number)[taken:]
+            taken = 0
 
-
-class _Order:
-    """A position in the global order, from which samples are taken."""
-
-    def __init__(self, sampler: ResumableSampler, state: Mapping[str, Any]) -> None:
-        self._sampler = sampler
-        self._step, self._passes, self._taken = state["step"], state["passes"], state["taken"]
-        self._growth: list[dict[str, Any]] = [dict(event) for event in state["growth"]]
-        self._known: list[int] | None = None  # the samples of this pass, computed when needed
-
-    def state(self) -> dict[str, Any]:
-        return {"step": self._step, "passes": self._passes, "taken": self._taken, "growth": list(self._growth)}
-
-    def take(self, count: int) -> list[int]:
-        """The samples of the next step."""
-        limits = self._sampler.limits(self._step)
-        self._step += 1
-        taken: list[int] = []
-        while len(taken) < count:
-            order = self._pass(limits)
-            part = order[self._taken : self._taken + count - len(taken)]
-            taken += part
-            self._taken += len(part)
-            if self._taken == len(order) and len(taken) < count:
-                self._passes, self._taken, self._growth, self._known = self._passes + 1, 0, [], None
-                if not self._pass(limits):
-                    raise EngineConfigError(f"the curriculum's first limits, {limits}, leave no sample to train on")
-        return taken
-
-    def _pass(self, limits: dict[str, int]) -> list[int]:
-        if not self._growth or self._growth[-1]["limits"] != limits:
-            self._growth.append({"taken": self._taken, "limits": limits})
-            self._known = None
-        if self._known is None:
-            self._known = self._sampler.order_of_pass(self._passes, self._growth)
-        return self._known
+    def _order_of_pass(self, number: int) -> list[int]:
+        if not self._shuffle:
+            return list(range(self._samples))
+        # The last number is of no use, but without it older checkpoints would continue in another order.
+        generator = generator_for(self._seed, "order", number, 0)
+        return torch.randperm(self._samples, generator=generator, device="cpu").tolist()

@@ -448,7 +448,7 @@ def _finish_module(engine: Trained, loaded: Mapping[str, Any], copies: Mapping[s
 def _restore_parts(
     engine: Trained, values: Mapping[str, Any], position: dict[str, Any] | None, *, lr_scheduler: bool
 ) -> None:
-    parts: dict[str, Any] = {"data_sampler": engine.data_sampler, "random_ltd": engine.random_ltd}
+    parts: dict[str, Any] = {"data_sampler": engine.data_sampler}
     if lr_scheduler:
         parts["lr_scheduler"] = engine.lr_scheduler
     parts[loaders.NAME] = engine.stateful_loader
@@ -461,6 +461,8 @@ def _restore_parts(
             LOGGER.warning(
                 "%s is not restored: only %s has one", name, "this run" if stored is None else "the checkpoint"
             )
+    if values.get("random_ltd") is not None:
+        LOGGER.warning("random_ltd is not restored: terrazzo does not have it, so all layers process all tokens")
     engine.global_steps = int(values["global_steps"])
     engine.global_samples = int(values["global_samples"])
     engine.skipped_steps = int(values["skipped_steps"])

@@ -13,7 +13,6 @@ from terrazzo.engine.lr import Scheduler
 from terrazzo.engine.paging import PagedState
 from terrazzo.engine.pipeline import Pipeline
 from terrazzo.engine.placing import RankRoles
-from terrazzo.engine.random_ltd import RandomLTD
 from terrazzo.engine.sampler import ResumableSampler
 from terrazzo.engine.sparse import SparseEmbeddings
 
@@ -27,7 +26,6 @@ class Trained(Protocol):
     lr_scheduler: Scheduler | None
     data_sampler: ResumableSampler | None
     stateful_loader: StatefulLoader | None
-    random_ltd: RandomLTD | None
     sparse: SparseEmbeddings | None
     pipeline: Pipeline | None
     loss_scale: LossScale

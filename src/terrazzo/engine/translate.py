@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -130,8 +129,6 @@ def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
         config["zero_optimization"] = {"stage": int(zero)}
     elif isinstance(zero, Mapping):
         config["zero_optimization"] = _renamed_zero(zero)
-    if isinstance(config.get("data_efficiency"), Mapping):
-        config["data_efficiency"] = _renamed_metrics(config["data_efficiency"])
     for name in ("fp16", "bf16"):
         section = config.get(name)
         if isinstance(section, Mapping) and section.get("enabled", False) in (False, "auto"):
@@ -164,18 +161,3 @@ def _renamed_zero(given: Mapping[str, Any]) -> dict[str, Any]:
     if zero.get("mics_shard_size") in (-1, None):
         zero.pop("mics_shard_size", None)
     return zero
-
-
-def _renamed_metrics(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A curriculum's metrics, only with their schedules: the difficulties of samples are passed to `initialize`."""
-    efficiency = copy.deepcopy(dict(given))
-    sampling = efficiency.get("data_sampling") or {}
-    metrics = (sampling.get("curriculum_learning") or {}).get("curriculum_metrics") or {}
-    for name, metric in metrics.items():
-        if metric.pop("difficulty_type", "value") != "value":
-            raise EngineConfigError(
-                f"config: curriculum_metrics.{name}.difficulty_type must be value, percentiles are not supported"
-            )
-        for key in ("index_to_sample_path", "index_to_metric_path", "clustering_type"):
-            metric.pop(key, None)
-    return efficiency

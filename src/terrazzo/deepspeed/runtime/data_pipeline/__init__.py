@@ -1,1 +1,0 @@
-"""Curriculum learning, under the names of DeepSpeed's modules."""
