@@ -224,7 +224,8 @@ def _pack(value: Any, allow_pickle: bool, path: tuple[Any, ...], entered: Contai
     of = f" of dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else ""
     raise UnsupportedValueError(
         f"{where or 'the value'} is a {kind.__module__}.{kind.__qualname__}{of}, which has no typed form; store "
-        f"{whole} (numbers, strings, lists, dicts, tensors), or pass planner=DefaultSavePlanner(allow_pickle=True)"
+        f"{whole} (numbers, strings, lists, dicts, tensors), or call terrazzo.checkpoint.save with "
+        "planner=DefaultSavePlanner(allow_pickle=True)"
     )
 
 
