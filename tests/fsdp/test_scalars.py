@@ -177,6 +177,15 @@ def check_meta_and_others() -> None:
     full = get_model_state_dict(meta, options=StateDictOptions(full_state_dict=True))
     assert torch.equal(full["temperature"], whole(meta.temperature)) and full["temperature"].shape == ()
 
+    # On some ranks on the meta device: there is the first rank's value only for those that are there.
+    for there in (0, 1):
+        with torch.device(device_type() if dist.get_rank() == there else "meta"):
+            some: Any = Scaled(4, 4, nn.Parameter(torch.tensor(5.0 + dist.get_rank())))
+        fully_shard(some)
+        here = dist.get_rank() == there
+        assert some.gain.to_local().is_meta is not here
+        assert not here or some.shared.to_local().item() == 5.0 + there
+
     # Ignored ones stay what they are; a module of scalars alone; a write to a scalar counts.
     fully_shard(model, ignored_params={model.temperature})
     assert not isinstance(model.temperature, DTensor) and isinstance(model.first.gain, DTensor)

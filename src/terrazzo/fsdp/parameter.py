@@ -169,17 +169,24 @@ class ShardedParameter:
 
 
 def share_scalars(params: Sequence[ShardedParameter]) -> None:
-    """Give scalars, which every rank holds whole, the values of the first rank: the others may have drawn their own."""
+    """Give scalars, which every rank holds whole, the values of the first rank: the others may have drawn their own.
+
+    A rank on which they are on the meta device takes part with ones that nobody uses.
+    """
     alike: dict[tuple[Axis, torch.dtype], list[Tensor]] = {}
     for param in params:
         axis, values = param.mesh.replicate, param.unsharded_local.detach()
-        if not param.shape and axis is not None and not values.is_meta:
+        if not param.shape and axis is not None:
             alike.setdefault((axis, values.dtype), []).append(values)
-    for (axis, _), those in alike.items():
+    for (axis, dtype), those in alike.items():
         device = torch.device(axis.device_type)
-        first = broadcast(torch.stack([values.to(device) for values in those]), axis, 0)
-        for values, value in zip(those, first, strict=True):
-            values.copy_(value)
+        here = [torch.ones((), dtype=dtype, device=device) if each.is_meta else each.to(device) for each in those]
+        known = torch.tensor([not each.is_meta for each in those], dtype=dtype, device=device)
+        sent = torch.cat([torch.stack(here), known])
+        first, known = broadcast(sent, axis, 0).chunk(2)
+        for values, value, own, is_known in zip(those, first, here, known, strict=True):
+            if not values.is_meta:
+                values.copy_(torch.where(is_known != 0, value, own))
 
 
 def are_alike(params: Sequence[ShardedParameter]) -> bool:
