@@ -15,7 +15,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from terrazzo.comm import reports
 from terrazzo.comm.reports import exchange_reports
-from terrazzo.comm.watch import Watch
+from terrazzo.comm.watch import Watch, _written_by_some
+from terrazzo.comm.whereabouts import World
 from terrazzo.errors import CommError
 
 
@@ -118,3 +119,25 @@ def check_failures_one_after_the_other() -> None:
 
 def test_a_second_failure_shows_its_own_positions():
     run_ranks(2, check_failures_one_after_the_other)
+
+
+def test_writes_that_differ_only_from_those_of_ranks_without_an_answer():
+    text = _written_by_some([["layer"], None], (0, 1))
+    assert text.startswith("some ranks wrote to the sharded parameters of one of ['layer'] after"), text
+    assert _written_by_some([[], None], (0, 1)).startswith("some ranks wrote to the sharded parameters of a module")
+    text = _written_by_some([["a", "b"], None, ["a"]], (0, 1, 2))
+    assert text.startswith("rank 0 wrote to the sharded parameters of 'b' after"), text
+
+
+def check_unfinished_end() -> None:
+    """Of a rank that was killed while it wrote that it ends."""
+    world = World()
+    world._store.add("ends", 1)
+    start = time.monotonic()
+    assert world.lost([1]) == {}
+    assert time.monotonic() - start < 60
+    dist.barrier()
+
+
+def test_what_a_killed_rank_has_not_written_is_not_waited_for():
+    run_ranks(2, check_unfinished_end)

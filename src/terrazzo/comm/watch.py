@@ -382,11 +382,14 @@ def _first_difference(everyone: list[list[str] | None], ranks: tuple[int, ...]) 
 def _written_by_some(everyone: list[list[str] | None], ranks: tuple[int, ...]) -> str:
     """The message for shards that some ranks have written, and others have not."""
     known = {rank: names for rank, names in zip(ranks, everyone, strict=True) if names is not None}
-    unit = next(name for names in known.values() for name in names if any(name not in each for each in known.values()))
-    wrote = [rank for rank, names in known.items() if unit in names]
-    which = f"rank {wrote[0]}" if len(wrote) == 1 else f"the ranks {wrote}"
+    names = dict.fromkeys(name for each in known.values() for name in each)
+    # None if the ranks that have answered have written the same.
+    unit = next((name for name in names if any(name not in each for each in known.values())), None)
+    wrote = [rank for rank, each in known.items() if unit in each]
+    which = "some ranks" if unit is None else f"rank {wrote[0]}" if len(wrote) == 1 else f"the ranks {wrote}"
+    what = repr(unit) if unit is not None else f"one of {list(names)}" if names else "a module"
     return (
-        f"{which} wrote to the sharded parameters of {unit!r} after they had been gathered, and other ranks did not, "
+        f"{which} wrote to the sharded parameters of {what} after they had been gathered, and other ranks did not, "
         "so what was computed since then used the former values. On accelerators ranks do not wait for each other to "
         "find that out: write on all ranks, or call reshard() of the module on all ranks after the write"
     )

@@ -142,8 +142,9 @@ class World:
         """What is known of those ranks that cannot come any more, or are stopped; asked over the usual connection, or
         another one."""
         wanted, store = set(ranks), store or self._store
-        ends = range(1, store.add("ends", 0) + 1)
-        said = [msgspec.json.decode(store.get(f"end/{number}"), type=_End) for number in ends]
+        ends = [f"end/{number}" for number in range(1, store.add("ends", 0) + 1)]
+        # A rank may have died before it wrote what it has a number for.
+        said = [msgspec.json.decode(store.get(end), type=_End) for end in ends if store.check([end])]
         found = {end.rank: end.text for end in said if end.rank in wanted}
         for rank in sorted(wanted - found.keys())[:_LOOKED_UP]:
             if store.check([f"process/{rank}"]):
