@@ -111,7 +111,6 @@ WITHOUT_DEFAULT = {
     "zero_optimization.wrap", "zero_optimization.offload_optimizer.step_on", "seed",  # terrazzo's own
     "zero_optimization.offload_optimizer.buffer_size",  # too
     "sequence_parallel_size", "sequence_parallel_method",  # the first is DeepSpeed's, which has no default
-    "sparse_gradients",  # of DeepSpeed until 0.18
     "use_data_before_expert_parallelism",  # False: DeepSpeed reads it by a function of its own
 }  # fmt: skip
 # Arguments of DeepSpeed's optimizers that are left out here.

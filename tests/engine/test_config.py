@@ -47,7 +47,7 @@ LTD = {"enabled": True, "random_ltd_layer_id": [1]}
             },
             "step_on 'device' with offload_param",
         ),
-        ({"sparse_gradients": True, "zero_optimization": {"stage": 2}}, "sparse_gradients needs"),
+        ({"sparse_gradients": True}, "leave it out"),
         ({"data_efficiency": {"data_sampling": {"curriculum_learning": CURRICULUM}}}, "sampler of your own"),
         ({"data_efficiency": {"data_routing": {"random_ltd": LTD}}}, "in the model's forward"),
         ({"curriculum_learning": {"enabled": True}}, "sampler of your own"),

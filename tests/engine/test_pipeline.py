@@ -444,29 +444,29 @@ def test_parameters_that_stages_share(tmp_path):
         close(run_ranks(2, resume_tied, str(tmp_path / f"tied{stage}"), True)[0], expected)  # of the one saved last
 
 
-# ------------------------------------------------------------------ sparse gradients, several param groups
+# ------------------------------------------------------------------ several param groups
 
 
 class Words(nn.Module):
     """Made of an embedding and a head, either of which another stage may have."""
 
-    def __init__(self, sparse: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words: nn.Module = nn.Embedding(11, 5, sparse=sparse)
+        self.words: nn.Module = nn.Embedding(11, 5)
         self.head: nn.Module = nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.words(x))
 
 
-def check_sparse(folder: str) -> None:
+def check_param_groups(folder: str) -> None:
     """In two param groups, of which the second stage has one only."""
     mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("pp", "dp"))
     here, data = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     tokens = torch.randint(0, 11, (5, 8, 3), generator=torch.Generator().manual_seed(3))
     target = torch.randn(5, 8, 3, 2, generator=torch.Generator().manual_seed(4))
-    plain, module = Words(sparse=False), Words(sparse=True)
+    plain, module = Words(), Words()
     setattr(module, "words" if here else "head", nn.Identity())
 
     def optimizer(model: Words, rate: float) -> torch.optim.Optimizer:
@@ -474,7 +474,7 @@ def check_sparse(folder: str) -> None:
         groups = [{"params": list(m.parameters()), "weight_decay": decay} for m, decay in parts]
         return torch.optim.AdamW([group for group in groups if group["params"]], lr=rate)
 
-    options = config(0, sparse_gradients=True, gradient_accumulation_steps=2)
+    options = config(0, gradient_accumulation_steps=2)
     del options["optimizer"], options["scheduler"]
     stage = PipelineStage(module, here, 2, torch.device(device_type()), group=mesh.get_group("pp"))
     passed = {"pipeline": ScheduleGPipe, "loss_fn": loss_fn, "mesh": mesh, "config": options}
@@ -494,15 +494,13 @@ def check_sparse(folder: str) -> None:
         assert engine.train_batch(x[own], target=y[own]).item() == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.cpu_only("sparse tensors")
-def test_sparse_gradients_and_stages_with_some_of_the_param_groups(tmp_path):
-    run_ranks(4, check_sparse, str(tmp_path))
+def test_stages_with_some_of_the_param_groups(tmp_path):
+    run_ranks(4, check_param_groups, str(tmp_path))
     stored = Checkpoint(tmp_path / "global_step3").state_dict()
     groups = stored["optimizer"]["param_groups"]
     found = {tuple(group["params"]): group["weight_decay"] for group in groups}
     assert found == {("words.weight",): 0.0, ("head.weight", "head.bias"): 0.1}
     assert [[name for name, _ in shapes] for shapes in stored["param_shapes"]] == [list(names) for names in found]
-    assert stored["sparse_tensor_module_names"] == ["words"]
 
 
 # ------------------------------------------------------------------ data, evaluation, what is refused

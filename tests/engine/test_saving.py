@@ -134,7 +134,6 @@ def test_what_a_checkpoint_holds(tmp_path):
     assert stored["shared_params"] == {"again.weight": "mix.weight"}
     assert stored["lr_scheduler"] == {"last_batch_iteration": 1}
     assert stored["data_sampler"] is None
-    assert stored["sparse_tensor_module_names"] == []
     assert [stored[k] for k in ("skipped_steps", "global_steps", "global_samples")] == [0, 2, 16]
     assert (stored["dp_world_size"], stored["mp_world_size"]) == (2, 1)
     assert stored["ds_config"]["zero_optimization"]["stage"] == 3

@@ -303,11 +303,6 @@ class DeepSpeedEngine(nn.Module):
         load_whole(self.core, checkpoint.get("module", checkpoint), strict)
 
     @property
-    def sparse_tensor_module_names(self) -> set[str]:
-        """The names of the embeddings with sparse gradients."""
-        return set() if self.core.sparse is None else set(self.core.sparse.names)
-
-    @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
         """The engine's optimizer itself, of which `optimizer` is a view."""
         return None if self.optimizer is None else self.core.optimizer

@@ -219,7 +219,6 @@ class EngineConfig(_Section, frozen=True):
     data_types: DataTypesConfig = DataTypesConfig()
     optimizer: OptimizerConfig | None = None
     scheduler: SchedulerConfig | None = None
-    sparse_gradients: bool = False
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     sequence_parallel_size: Count = 1  # ranks that share each sequence; neighbours among the data-parallel ones
     sequence_parallel_method: Literal["ulysses", "ring"] = "ulysses"
@@ -343,11 +342,6 @@ def _check(config: EngineConfig) -> None:
         raise EngineConfigError(
             f"config: fp16.min_loss_scale {config.fp16.min_loss_scale:g} is larger than the initial scale, "
             f"2**fp16.initial_scale_power = {2.0**config.fp16.initial_scale_power:g}"
-        )
-    if config.sparse_gradients and config.zero_optimization.stage > 0:
-        raise EngineConfigError(
-            f"config: sparse_gradients needs zero_optimization.stage 0, where every rank has whole gradients, "
-            f"not {config.zero_optimization.stage}"
         )
     if config.torch_autocast.enabled and (config.fp16.enabled or config.bf16.enabled):
         raise EngineConfigError("config: torch_autocast.enabled with fp16 or bf16 enabled; choose one precision")

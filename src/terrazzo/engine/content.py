@@ -9,7 +9,6 @@
     shared_params               further names of parameters -> first name
     lr_scheduler, data_sampler, loss_scaler                  their states, or None
     training_dataloader         the state of a loader that knows its place, each rank's own, or None
-    sparse_tensor_module_names  embeddings with sparse gradients
     global_steps, skipped_steps, global_samples              counters
     dp_world_size, mp_world_size                             ranks that held shards or replicas; ranks per model
     ds_config, version          the configuration; terrazzo's version
@@ -58,7 +57,6 @@ _TAKEN_NAMES: Final = frozenset(
         "frozen_param_fragments",
         "shared_params",
         "data_sampler",
-        "sparse_tensor_module_names",
         "skipped_steps",
         "global_steps",
         "global_samples",
@@ -69,6 +67,7 @@ _TAKEN_NAMES: Final = frozenset(
         # DeepSpeed's checkpoints have these too, and a run may be saved in its layout.
         "ds_version",
         "random_ltd",
+        "sparse_tensor_module_names",
         "checkpoint_parallel_dimensions",
     }
 )
@@ -93,7 +92,6 @@ def content(engine: Trained, client_state: Mapping[str, Any], *, exclude_frozen:
         "data_sampler": _state_of(engine.data_sampler),
         "training_dataloader": position_of(engine.stateful_loader, engine.ranks.samples),
         "loss_scaler": engine.loss_scale.state_dict(),
-        "sparse_tensor_module_names": [] if engine.sparse is None else engine.sparse.names,
         "skipped_steps": engine.skipped_steps,
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,

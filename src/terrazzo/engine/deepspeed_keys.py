@@ -84,7 +84,7 @@ _TOP = {
     "seq_parallel_communication_data_type": _harmless("gradients are reduced as `communication_data_type` says"),
     "dataloader_drop_last": _done("of `terrazzo.deepspeed`'s loaders; the engine's own never ends"),
     "seed": _done("terrazzo's own: of the order of the data"),
-    "sparse_gradients": _done("DeepSpeed 0.19 has removed the key"),
+    "sparse_gradients": _refused(_GONE + ", and so has terrazzo: leave it out, gradients are reduced whole"),
     "prescale_gradients": _harmless("gradients are averaged in one go"),
     "gradient_predivide_factor": _harmless("gradients are averaged in one go"),
     "disable_allgather": _harmless(_BUCKETS),

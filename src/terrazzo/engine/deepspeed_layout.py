@@ -100,7 +100,7 @@ def _write(
     scaler = loss_scaler(state["loss_scaler"], config["fp16"])
     optimizer = optim_states(layout, tensors, rank, scaler, engine.config.gradient_clipping, config)
     rest = {name: state[name] for name in _TAKEN_OVER}
-    rest["sparse_tensor_module_names"] = set(state["sparse_tensor_module_names"])
+    rest["sparse_tensor_module_names"] = set()
     model = model_states(layout, tensors, rank, {**rest, "ds_config": config, **_each_ranks(client_state, plane)})
 
     experts = expert_files(layout, tensors.experts, rank)

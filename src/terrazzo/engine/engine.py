@@ -46,7 +46,6 @@ from terrazzo.engine.saving import (
     save_step,
 )
 from terrazzo.engine.sequence import SharedSequences
-from terrazzo.engine.sparse import SparseEmbeddings
 from terrazzo.errors import EngineCallError, EngineConfigError, EngineError, RankError
 from terrazzo.fsdp.module import expect_backward
 from terrazzo.layout.drawing import Shown
@@ -124,10 +123,8 @@ class Engine(Shown):
             whole = compile_together(whole, config.zero_optimization.wrap, compile)
         names = {id(p): name for name, p in whole.named_parameters()}
         self.shared_params = _shared_names(whole) | (self.pipeline.tied.first if self.pipeline is not None else {})
-        self.sparse = SparseEmbeddings(whole, self.dtype) if config.sparse_gradients else None
         for part in model.parts if isinstance(model, Pipeline) else [whole]:
-            ignored = self.sparse.weights if self.sparse is not None else set()
-            shard_model(part, config, ranks, ignored, init_weights)
+            shard_model(part, config, ranks, init_weights)
         self.module: Any = whole
         self.sequences = None if ranks.sequence is None else SharedSequences(config, ranks.sequence, whole)
         self.optimizer = make_optimizer(optimizer, config.optimizer, whole, names, parameters)
@@ -362,8 +359,6 @@ class Engine(Shown):
 
     @torch.no_grad()
     def _end_step(self, lr_kwargs: Mapping[str, Any]) -> None:
-        if self.sparse is not None:
-            self.sparse.reduce(self.ranks.data)
         copies: set[nn.Parameter] = set()
         if self.pipeline is not None:
             self.pipeline.tied.add_gradients(self.module)

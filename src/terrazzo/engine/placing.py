@@ -135,7 +135,6 @@ def shard_model(
     model: nn.Module,
     config: EngineConfig,
     ranks: RankRoles,
-    ignored: set[nn.Parameter],
     init_weights: Callable[[nn.Module], Any] | None = None,
 ) -> None:
     """Give every rank the first one's values, and apply `fully_shard` as the ZeRO stage requires.
@@ -180,7 +179,6 @@ def shard_model(
             mp_policy=_precision(config),
             offload_policy=_offload(config),
             reshard_after_forward=reshard,
-            ignored_params=ignored,
         )
         if config.gradient_allreduce_op == "sum":
             module.set_reduce_scatter_divide_factor(1.0)  # type: ignore[operator]

@@ -13,7 +13,7 @@ import torch
 from terrazzo.comm import Axis
 from terrazzo.engine.gathering import gather_over
 
-_LISTS = ("buffer_names", "frozen_param_shapes", "frozen_param_fragments", "sparse_tensor_module_names")
+_LISTS = ("buffer_names", "frozen_param_shapes", "frozen_param_fragments")
 
 
 def without_copies(optimizer: Mapping[str, Any], copies: Collection[str]) -> dict[str, Any]:

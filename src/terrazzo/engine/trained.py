@@ -14,7 +14,6 @@ from terrazzo.engine.paging import PagedState
 from terrazzo.engine.pipeline import Pipeline
 from terrazzo.engine.placing import RankRoles
 from terrazzo.engine.sampler import ResumableSampler
-from terrazzo.engine.sparse import SparseEmbeddings
 
 
 class Trained(Protocol):
@@ -26,7 +25,6 @@ class Trained(Protocol):
     lr_scheduler: Scheduler | None
     data_sampler: ResumableSampler | None
     stateful_loader: StatefulLoader | None
-    sparse: SparseEmbeddings | None
     pipeline: Pipeline | None
     loss_scale: LossScale
     shared_params: dict[str, str]
