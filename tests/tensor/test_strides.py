@@ -155,3 +155,28 @@ def gathered(shape: tuple[int, ...], dim: int, terms: bool) -> list[bool]:
 @pytest.mark.parametrize(("shape", "dim"), [((2, 3, 3), 1), ((2, 5, 3), 1), ((3, 2), 1), ((2, 4, 1), 2)])
 def test_what_was_gathered_or_scattered_is_contiguous(shape, dim, terms) -> None:
     assert run_ranks(4, gathered, shape, dim, terms) == [[True, True, True]] * 4
+
+
+def conversions_differ() -> list[Any]:
+    """Conversions with a memory format, also where they are copies for another reason."""
+    mesh = init_device_mesh("cpu", (2,))
+    given = [torch.randn(4, 6).t(), torch.randn(2, 4).t(), torch.randn(2, 6, 3, 2).contiguous(memory_format=FORMATS[4])]
+    given += [torch.randn(2, 3, 4, 2), torch.randn(4, 2, 3, 2).transpose(0, 3)]
+    differ = []
+    for theirs in given:
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            ours = DTensor.from_local(theirs, mesh, [Replicate()]).redistribute(placements=[placement])
+            one = theirs if says(ours) == says(theirs) else theirs.contiguous()  # which communication may make it
+            assert says(ours) == says(one)
+            for memory_format in (torch.contiguous_format, *([FORMATS[4]] if one.dim() == 4 else [])):
+                for name, args in (("to", (torch.float64,)), ("to", (torch.float32,)), ("double", ()), ("float", ())):
+                    for more in ({}, {"copy": True}) if name == "to" else ({},):
+                        both = [getattr(t, name)(*args, memory_format=memory_format, **more) for t in (ours, one)]
+                        if says(both[0]) != says(both[1]) or not torch.equal(both[0].full_tensor(), both[1]):
+                            differ.append((one.stride(), placement, memory_format, name, args, more, *map(says, both)))
+    return differ
+
+
+def test_conversions_give_the_memory_format_of_one_device() -> None:
+    for differ in run_ranks(2, conversions_differ):
+        assert not differ, differ

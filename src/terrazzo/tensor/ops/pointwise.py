@@ -117,12 +117,17 @@ def _in_format(shape: Sequence[int]) -> LocalFunction:
 
     def run(func: Any, loc: list[Any], kw: dict[str, Any]) -> torch.Tensor:
         given: torch.Tensor = loc[0]
-        whole = without_data(given, shape)
-        wanted = whole.to(memory_format=kw["memory_format"])
+        whole, memory_format = without_data(given, shape), kw["memory_format"]
+        wanted = whole.to(memory_format=memory_format)
         if wanted is whole:
-            return func(*loc, **{name: value for name, value in kw.items() if name != "memory_format"})
-        made: torch.Tensor = func(*loc, **kw)
-        made = made.clone(memory_format=kw["memory_format"]) if made is given else made
+            made: torch.Tensor = func(*loc, **{name: value for name, value in kw.items() if name != "memory_format"})
+            if made is given:
+                return made
+            wanted = whole.clone(memory_format=memory_format)  # a copy for another reason is in the format, too
+            made = made.contiguous(memory_format=memory_format)
+        else:
+            made = func(*loc, **kw)
+            made = made.clone(memory_format=memory_format) if made is given else made
         return note_strides(made, shape, wanted.stride()) if is_thin(given.shape, shape) else made
 
     return run
