@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, OrderedDict, defaultdict
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,10 @@ import torch.distributed as dist
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, PerRank, async_save, save
 from terrazzo.checkpoint.formats.convert import convert
+
+
+class Mode(Enum):
+    TRAIN = 1
 
 
 def filled(size: int) -> torch.Tensor:
@@ -56,6 +62,10 @@ def check_odd_dicts(folder: str) -> None:
     save(state, checkpoint_id=f"{folder}/now")
     async_save(state, checkpoint_id=f"{folder}/later").result()
     save(state, checkpoint_id=f"{folder}/planner", planner=OwnPlan())
+    rank = dist.get_rank()
+    apart = {"stages": {rank: filled(1), (rank, "x"): rank}, "named": OrderedDict({f"layer{rank}": filled(1)})}
+    save(apart, checkpoint_id=f"{folder}/apart")
+    save(apart, checkpoint_id=f"{folder}/apart-planner", planner=OwnPlan())
 
 
 class OwnPlan(DefaultSavePlanner):
@@ -76,6 +86,10 @@ def test_dicts_come_back_with_their_keys_and_classes(tmp_path: Path, world: int)
         assert Checkpoint(tmp_path / name)["optim.state.10.step"][...] == filled(1)  # names are PyTorch's
         part = Checkpoint(tmp_path / name).state_dict(lambda name: name.startswith("kept.1"))
         assert part.keys() == {"kept"} and part["kept"].keys() == {1}
+    stages = {key: value for rank in range(world) for key, value in ((rank, filled(1)), ((rank, "x"), rank))}
+    names = OrderedDict({f"layer{rank}": filled(1) for rank in range(world)})
+    for name in ("apart", "apart-planner"):  # ranks have different keys of one dict
+        assert same_dicts({"stages": stages, "named": names}, Checkpoint(tmp_path / name).state_dict())
     convert(tmp_path / "now", tmp_path / "file.pt", "torch_save")
     by_torch = torch.load(tmp_path / "file.pt", weights_only=False)
     convert(tmp_path / "file.pt", tmp_path / "again", "native")
@@ -94,3 +108,11 @@ def test_what_of_a_dict_cannot_be_kept_is_said(tmp_path: Path) -> None:
         save({"b": defaultdict(lambda: 0, {1: filled(1)})}, checkpoint_id=tmp_path / "factory")
     assert Checkpoint(tmp_path / "keys").state_dict() == {"a": {"key": filled(1)}}
     assert Checkpoint(tmp_path / "factory").state_dict() == {"b": {1: filled(1)}}
+
+
+def test_keys_of_an_enum_that_is_not_there_are_read_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save({"a": {Mode.TRAIN: filled(1)}, "b": {1: filled(1)}}, checkpoint_id=tmp_path)
+    assert Checkpoint(tmp_path).state_dict() == {"a": {Mode.TRAIN: filled(1)}, "b": {1: filled(1)}}
+    monkeypatch.delattr(sys.modules[__name__], "Mode")
+    with pytest.warns(UserWarning, match=r"\['a'\] is read as a plain one with text as keys: .*import it before"):
+        assert Checkpoint(tmp_path).state_dict() == {"a": {"Mode.TRAIN": filled(1)}, "b": {1: filled(1)}}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
 
@@ -39,6 +39,27 @@ class Paths(dict[str, Path]):
 def forms_of(paths: Any) -> dict[Path, bytes]:
     """The forms that come with paths; none with those that other planners made."""
     return paths.forms if isinstance(paths, Paths) else {}
+
+
+def merged_forms(parts: Iterable[Mapping[Path, bytes]]) -> dict[Path, bytes]:
+    """The forms of all ranks. A dict of which ranks have different keys has those of all of them."""
+    found: dict[Path, dict[bytes, None]] = {}
+    for forms in parts:
+        for path, encoded in forms.items():
+            found.setdefault(path, {})[encoded] = None
+    return {path: _merged(several) for path, several in found.items()}
+
+
+def _merged(several: Iterable[bytes]) -> bytes:
+    first, *others = several
+    if not others:
+        return first
+    try:
+        dicts = [form for form in map(decode, (first, *others)) if isinstance(form, dict)]
+    except UnsupportedValueError as error:  # of an enum that only another rank has imported
+        warnings.warn(f"a dict comes back with text as keys: {error}", stacklevel=2)
+        return encode({})
+    return encode(of_its_class(dicts[0], {key: text for form in dicts for key, text in form.items()}))
 
 
 def is_plain(container: Any) -> bool:
@@ -96,7 +117,11 @@ def restored(nested: dict[str, Any], paths: Any) -> Any:
 
 
 def _as_it_was(stored: dict[Any, Any], encoded: bytes, path: Path) -> dict[Any, Any]:
-    form = decode(encoded)
+    try:
+        form = decode(encoded)
+    except UnsupportedValueError as error:  # an enum of a program that is not this one
+        warnings.warn(f"the dict at {list(path)} is read as a plain one with text as keys: {error}", stacklevel=2)
+        return stored
     if not isinstance(form, dict):
         raise CheckpointCorruptError(f"the dict at {list(path)} is said to have been a {type(form).__name__}")
     left = dict(stored)

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE, Metadata
-from terrazzo.checkpoint.native.containers import Paths, forms_of
+from terrazzo.checkpoint.native.containers import Paths, forms_of, merged_forms
 from terrazzo.checkpoint.native.names import for_torch
 from terrazzo.checkpoint.native.root import Path
 from terrazzo.checkpoint.native.rows import Row
@@ -253,7 +253,7 @@ def _with_paths(results: bytes, planner_data: Any) -> bytes:
 def _all_results(parts: list[bytes], side: SaveSide) -> tuple[list[Sequence[WriteResult]], Paths | None]:
     results: list[Sequence[WriteResult]] = []
     seen: set[bytes] = set()
-    paths = Paths()
+    paths, found = Paths(), list[dict[Path, bytes]]()
     for part in parts:
         encoded_paths, encoded = msgspec.msgpack.decode(part, type=tuple[bytes, bytes])
         results.append(side.decode_results(encoded))
@@ -261,5 +261,6 @@ def _all_results(parts: list[bytes], side: SaveSide) -> tuple[list[Sequence[Writ
             seen.add(encoded_paths)
             plain, forms = msgspec.msgpack.decode(encoded_paths, type=tuple[dict[str, Path], list[tuple[Path, bytes]]])
             paths.update(plain)
-            paths.forms |= forms
+            found.append(dict(forms))
+    paths.forms = merged_forms(found)
     return results, paths if paths or paths.forms else None

@@ -25,7 +25,7 @@ from terrazzo.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from terrazzo.checkpoint.native.chunks import Overlap, complete_parts
-from terrazzo.checkpoint.native.containers import Paths, forms_of
+from terrazzo.checkpoint.native.containers import Paths, forms_of, merged_forms
 from terrazzo.checkpoint.native.merging import refuse_gaps
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.root import RAW, TENSOR, TYPED
@@ -268,7 +268,7 @@ def merged_metadata(plans: Sequence[SavePlan]) -> Metadata:
     for plan in plans:
         if isinstance(plan.planner_data, dict):
             paths |= plan.planner_data
-            paths.forms |= forms_of(plan.planner_data)
+    paths.forms = merged_forms(forms_of(plan.planner_data) for plan in plans)
     return Metadata(entries, planner_data=paths if paths or paths.forms else None)
 
 
