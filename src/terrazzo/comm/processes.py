@@ -48,9 +48,22 @@ def condition_of(identity: str) -> Condition:
         return Condition.UNKNOWN
     number, _, start = process.partition(" ")
     found = _state_and_start(int(number))
+    if found is None and _exists(int(number)):
+        return Condition.UNKNOWN
     if found is None or found[1] != start or found[0] in "ZX":
         return Condition.DEAD
     return Condition.STOPPED if found[0] in "Tt" else Condition.RUNNING
+
+
+def _exists(process: int) -> bool:
+    """Whether there is such a process, of another user if /proc does not show it."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _state_and_start(process: int) -> tuple[str, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -176,8 +177,13 @@ def meet_a_live_job(root: str) -> None:
             engine_of().save_checkpoint(root)
 
 
-def test_a_second_live_job_is_refused_and_a_dead_one_holds_nobody_up(tmp_path: Path):
+def test_a_second_live_job_is_refused_and_a_dead_one_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     other = other_job(tmp_path, 7)
+    copy = shutil.copytree(tmp_path, tmp_path.parent / f"{tmp_path.name}-copy")
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "_SECONDS", 0.5)
+        with CheckpointManager(copy) as manager:  # the job whose lease came with it is alive, but does not save here
+            assert manager.restore("latest", state(0)) == 7 and manager.save(8, state(8))
     before = contents(LocalStore(tmp_path))
     run_ranks(2, meet_a_live_job, str(tmp_path))
     assert contents(LocalStore(tmp_path)) == before

@@ -5,8 +5,8 @@ condition that the one before has not changed, so of two jobs only one gets the 
 renew it. A thread renews it.
 
 The holder is dead if its host is this one and has no such process any more. On other hosts it is dead if it has not
-renewed the lease for `_SECONDS`: a new job waits until it knows. Another manager of the same process gives way to the
-newer one.
+renewed the lease for `_SECONDS`: a new job waits until it knows. So it does if the lease was taken at another path: the
+folder may be a copy, whose lease nobody renews. Another manager of the same process gives way to the newer one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOOKS: Final = 0.25  # seconds between two looks at a lease whose holder may be
 
 
 class _Holder(msgspec.Struct, frozen=True):
-    """A job, in the file: `process` as `own_identity` has it, and `since` in seconds since 1970."""
+    """A job, in the file: `process` as `own_identity` has it, `since` in seconds since 1970, `folder` where it is."""
 
     name: str
     host: str
@@ -41,6 +41,7 @@ class _Holder(msgspec.Struct, frozen=True):
     process: str
     since: float
     renewed: int = 0  # makes each version of the file another one
+    folder: str = ""
 
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
@@ -99,7 +100,9 @@ class JobLease:
         elif holder is not None and not self._is_dead(holder, version):
             return False
         pid, since = os.getpid(), time.time()
-        own = _Holder(uuid.uuid4().hex, socket.gethostname(), pid, own_identity().decode(), since)
+        own = _Holder(
+            uuid.uuid4().hex, socket.gethostname(), pid, own_identity().decode(), since, folder=self._store.location
+        )
         self._store.prepare()
         try:
             self._version = self._store.put(JOB, msgspec.json.encode(own), only_if=version)
@@ -158,6 +161,8 @@ class JobLease:
         condition = holder.condition()
         if condition is Condition.DEAD:
             return True
+        if holder.folder != self._store.location:
+            condition = Condition.UNKNOWN
         now = time.monotonic()
         first = self._seen is None
         self._seen = self._seen or (version, now)
