@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
@@ -42,7 +43,7 @@ def save_three(folder: str, hosts: int) -> None:
     """Step 2 is in the root as well, 1 and 3 are local only."""
     with pytest.raises(ZeroDivisionError), manager_of(folder, hosts) as manager:
         for step in (1, 2, 3):
-            manager.save(step, state(step), {"loss": float(step)})
+            manager.save(step, state(step), {"loss": float(step), "nothing": math.nan})
             manager.wait()
         raise ZeroDivisionError("the run dies here, and copies nothing more")
 

@@ -275,7 +275,7 @@ class Loading:
 
         def take() -> bytes:
             catalog = self.tiers.root.catalog
-            if self.record not in catalog.read():
+            if (self.record.step, self.record.saved) not in [(each.step, each.saved) for each in catalog.read()]:
                 return b""
             reading.enter_context(held(catalog, self.record.step))
             return b"held"

@@ -299,7 +299,7 @@ def remove(catalog: Catalog, step: int, judged: Record | None = None) -> str | N
     with _lease(store, REMOVER):  # while it lasts, no reader can begin to hold the checkpoint
         version = store.present(MANIFEST)
         if not isinstance(version, Absent):
-            if judged is not None and _read_record(store, step) != judged:
+            if judged is not None and _read_record(store, step).saved != judged.saved:
                 return "replaced"
             if is_held(store):
                 return "being read"
