@@ -20,6 +20,7 @@ from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointManager, verify
 from terrazzo.checkpoint.manager import KeepLast, KeepUntilCopied, SaveEvery, housekeeping, records
 from terrazzo.checkpoint.manager.hosts import HostsStore, PeerStore, serve_folder
+from terrazzo.checkpoint.manager.job import JobLease
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Request, Store
 from terrazzo.comm.serving import Client, Server, WrongSecretError
 from terrazzo.errors import (
@@ -462,7 +463,7 @@ def test_local_folders_of_other_runs(tmp_path: Path):
         assert manager.steps() == []
 
 
-def test_who_only_looks_copies_nothing(tmp_path: Path):
+def test_who_only_looks_copies_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     values = {"w": torch.zeros(3)}
     with (
         pytest.raises(ZeroDivisionError),
@@ -479,6 +480,9 @@ def test_who_only_looks_copies_nothing(tmp_path: Path):
     with CheckpointManager(tmp_path / "root", local=tmp_path / "local") as manager:
         manager.restore("latest", values)  # a run that has nothing more to do
     assert folders(tmp_path / "root") == [1]
+    monkeypatch.setattr(JobLease, "take", None)  # not needed, so that no job that saves now is refused
+    with CheckpointManager(tmp_path / "root", local=tmp_path / "local") as manager:
+        manager.restore("latest", values)
 
 
 def ask_little(folder: str) -> list[str]:

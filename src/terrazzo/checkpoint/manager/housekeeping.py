@@ -76,7 +76,7 @@ class Housekeeping:
         """
         nothing: Future[None] = Future()
         nothing.set_result(None)
-        if self._tiers.local is None:
+        if not self._due(newest):  # so a job that only reads needs no lease
             return nothing
         try:
             if not self._job.take():
@@ -121,8 +121,7 @@ class Housekeeping:
         local = self._tiers.local
         if local is None:
             return
-        last = [record.step for record in self._tiers.look().records[-1:]] if newest else []
-        due = [record for record in self._tiers.uncopied() if record.uncopied == 0 or record.step in last]
+        due = self._due(newest)
         failed: CheckpointError | None = None
         for record in due:
             try:
@@ -134,6 +133,13 @@ class Housekeeping:
             self.remove(local)
         if failed is not None:
             raise failed
+
+    def _due(self, newest: bool) -> list[Record]:
+        """The local checkpoints to be copied, the oldest first."""
+        if self._tiers.local is None:
+            return []
+        last = [record.step for record in self._tiers.look().records[-1:]] if newest else []
+        return [record for record in self._tiers.uncopied() if record.uncopied == 0 or record.step in last]
 
     def _copy(self, local: Tier, record: Record) -> None:
         self._job.check()
