@@ -190,6 +190,7 @@ def check_formats(folder: str) -> None:
         ).result()
         save(state, storage_writer=FileSystemWriter(f"{folder}/native"))
         save(state, checkpoint_id=f"{folder}/based", base=f"{folder}/native")
+        save(state, checkpoint_id=f"{folder}/chained", base=f"{folder}/under")
     finally:
         terrazzo.uninstall()
     save(state, checkpoint_id=f"{folder}/without")
@@ -197,7 +198,7 @@ def check_formats(folder: str) -> None:
         state, checkpoint_id=f"{folder}/process-without", async_checkpointer_type=AsyncCheckpointerType.PROCESS
     ).result()
     formats = {path.name: detect(path) for path in Path(folder).iterdir()}
-    native = dict.fromkeys(("native", "based", "without", "process-without"), "native")
+    native = dict.fromkeys(("native", "based", "chained", "without", "process-without"), "native")
     assert formats == {"under": "dcp", "process": "dcp", **native}
     shown = {path.name for path in Path(folder).iterdir() if (path / ".metadata").exists()}
     assert shown == formats.keys() - {"without", "process-without"}
@@ -215,6 +216,29 @@ def check_formats(folder: str) -> None:
 
 def test_programs_that_look_for_pytorchs_checkpoints_find_them(tmp_path):
     run_ranks(1, check_formats, str(tmp_path))
+
+
+def check_engine(folder: str) -> None:
+    from terrazzo.checkpoint import CheckpointManager
+    from terrazzo.checkpoint.formats import detect
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InstallWarning)
+        terrazzo.install()
+    try:
+        options = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        engine = initialize(make_model(), config=options)
+        engine.save_checkpoint(folder, client_state={1: 2})
+        engine.save_checkpoint(folder, "later", client_state={1: 3}, async_op=True).result()
+        assert [detect(f"{folder}/{name}") for name in ("global_step0", "later")] == ["native", "native"]
+        assert CheckpointManager(folder).steps() == [0]
+        assert engine.load_checkpoint(folder)[1] == {1: 3}
+    finally:
+        terrazzo.uninstall()
+
+
+def test_an_engines_checkpoints_are_of_terrazzos_format(tmp_path):
+    run_ranks(1, check_engine, str(tmp_path))
 
 
 def test_files_for_pytorch_are_written_as_before(tmp_path):

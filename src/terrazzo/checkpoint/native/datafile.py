@@ -24,10 +24,12 @@ import xxhash
 from terrazzo.checkpoint.native.commit import read_manifest
 from terrazzo.checkpoint.native.finding import PartIndexes
 from terrazzo.checkpoint.native.format import BLOCK, PAGE, VERSION, adopted_name, checksum, chunk_suffix, encode_frame
+from terrazzo.checkpoint.native.names import MARKER
 from terrazzo.checkpoint.native.root import TENSOR, FileEntry
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.checkpoint.native.tensors import as_bytes, bytes_of, dtype_name, safetensors_form
+from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores.base import Store, Upload
 from terrazzo.errors import CheckpointNotFoundError
 from terrazzo.layout.box import row_major_windows
@@ -274,6 +276,9 @@ def find_unchanged(
     try:
         root = read_manifest(base)
     except FileNotFoundError as error:
+        if base.exists(MARKER):  # as a save without base= under install(), with which an incremental series begins
+            LOGGER.warning("base: %s is in PyTorch's format, so its files are not shared", base.location)
+            return [*rows], []
         raise CheckpointNotFoundError(f"base: there is no committed checkpoint at {base.location}") from error
     stored = PartIndexes(root, base).by_box((row.name, row.form.box) for row in rows)
     candidates: list[tuple[Row, StoredChunk]] = []
