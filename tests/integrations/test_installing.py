@@ -233,6 +233,10 @@ def check_engine(folder: str) -> None:
         assert [detect(f"{folder}/{name}") for name in ("global_step0", "later")] == ["native", "native"]
         assert CheckpointManager(folder).steps() == [0]
         assert engine.load_checkpoint(folder)[1] == {1: 3}
+        with CheckpointManager(f"{folder}/run", keep=1) as manager:
+            for step in (1, 2):
+                manager.save(step, {"w": torch.ones(1)})
+        assert [path.name for path in Path(folder, "run").iterdir() if path.is_dir()] == ["global_step2"]
     finally:
         terrazzo.uninstall()
 

@@ -41,7 +41,7 @@ from terrazzo.checkpoint.native.commit import (
 )
 from terrazzo.checkpoint.native.format import MANIFEST
 from terrazzo.checkpoint.native.listing import NativeListing
-from terrazzo.checkpoint.native.names import JOB, LATEST, name_of_step, named_by_latest, step_of_name
+from terrazzo.checkpoint.native.names import JOB, LATEST, name_of_step, named_by_latest, remove_marker, step_of_name
 from terrazzo.checkpoint.run.events import LOGGER
 from terrazzo.checkpoint.stores import SMALL, Entry, Place, Store
 from terrazzo.checkpoint.stores.base import GONE, TEMPORARY, Absent
@@ -324,6 +324,7 @@ def clear(catalog: Catalog, step: int) -> None:
     left += [entry for entry in store.list(".") if entry.key.endswith(TEMPORARY)]  # incomplete copies
     sweep(store, ended(store, left))
     if not store.exists(MANIFEST):
+        remove_marker(store)
         catalog.root.store.remove_folder(name_of_step(step))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -163,3 +163,11 @@ def leave_marker(store: Store) -> None:
         return
     except OSError as error:
         LOGGER.warning("%s: %s could not be written, by which some programs look: %s", store.location, MARKER, error)
+
+
+def remove_marker(store: Store) -> None:
+    """Delete the file, if it is all that is left of a checkpoint of terrazzo."""
+    if [entry.key for entry in store.list()] == [MARKER]:
+        with suppress(FileNotFoundError, CheckpointCorruptError):  # of another program
+            if store.get(MARKER, len(_TEXT))[0] == _TEXT.encode():
+                store.delete([MARKER])
