@@ -26,6 +26,14 @@ WERE_WRONG: list[tuple[tuple[int, ...], tuple[str, ...]]] = [
             "v6 = v4.contiguous(memory_format=torch.contiguous_format)",
         ),
     ),
+    (
+        (4,),
+        (
+            "v0 = leaf((1,), 'float32', Shard(0))",
+            "v1 = v0[None, 0] * 2",
+            "v2 = leaf((1, 3), 'float32', Shard(0))[None, 0]",
+        ),
+    ),
     ((4,), ("v1 = leaf((8, 3), 'float32', Shard(1))", "torch.reshape(v1[:8, 0:0], (0,)).cumsum_(-1)")),
     (
         (2, 2),

@@ -55,6 +55,12 @@ def getitem(call: Call, input: Operand, index: Any) -> Spec | None:
         return None
     spec = dims_of_view(call)
     if spec is not None:
+        # A new dim may have the stride of a dim of size 1 that an int selects.
+        selected = {d for i, d in with_dims(items, input.ndim) if isinstance(i, int)}
+        if selected.intersection(spec.ins[0]):
+            spec.ins, spec.outs = (
+                [tuple([None if d in selected else d for d in dims]) for dims in part] for part in (spec.ins, spec.outs)
+            )
         # A slice that takes all of a sharded dim may have global bounds, which would be wrong for the local tensor.
         kept = spec.ins[0]
         local_index = tuple(
