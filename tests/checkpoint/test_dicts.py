@@ -15,10 +15,12 @@ import torch.distributed as dist
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, DefaultSavePlanner, PerRank, async_save, save
 from terrazzo.checkpoint.formats.convert import convert
+from terrazzo.checkpoint.tools.compare import compare
 
 
 class Mode(Enum):
     TRAIN = 1
+    TEST = 2
 
 
 def filled(size: int) -> torch.Tensor:
@@ -113,6 +115,12 @@ def test_what_of_a_dict_cannot_be_kept_is_said(tmp_path: Path) -> None:
 def test_keys_of_an_enum_that_is_not_there_are_read_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save({"a": {Mode.TRAIN: filled(1)}, "b": {1: filled(1)}}, checkpoint_id=tmp_path)
     assert Checkpoint(tmp_path).state_dict() == {"a": {Mode.TRAIN: filled(1)}, "b": {1: filled(1)}}
+    for name, mode in ("x", Mode.TRAIN), ("y", Mode.TEST):
+        save({"n": 1, "mode": mode}, checkpoint_id=tmp_path / name)
     monkeypatch.delattr(sys.modules[__name__], "Mode")
+    x, y = Checkpoint(tmp_path / "x"), Checkpoint(tmp_path / "y")
+    assert list(compare(x, x)) == []
+    ((name, what),) = [(each.name, each.what) for each in compare(x, y)]
+    assert name == "mode" and "the bytes differ; " in what and "import it before you load" in what
     with pytest.warns(UserWarning, match=r"\['a'\] is read as a plain one with text as keys: .*import it before"):
         assert Checkpoint(tmp_path).state_dict() == {"a": {"Mode.TRAIN": filled(1)}, "b": {1: filled(1)}}

@@ -65,9 +65,9 @@ def compare(
     """
     if not tolerance >= 0:  # nan is greater than nothing, so all numbers would be equal
         raise CheckpointError(f"`tolerance` must be a number that is not negative, not {tolerance}")
-    there = other.digests()
+    here, there = one.digests(), other.digests()
     # Values with equal checksums need not be read.
-    same = {name for name, digest in one.digests().items() if there.get(name) == digest}
+    same = {name for name, digest in here.items() if there.get(name) == digest}
     progress(one.total_bytes({name for name in one if name in same or not wanted(name)}))
     for batch in _batches(one, in_order(name for name in one if name not in same and wanted(name))):
         together = [name for name in batch if _small_in_both(one, other, name)]
@@ -79,7 +79,13 @@ def compare(
             if name in left:
                 found = _difference(name, [(left[name], right[name])], tolerance, progress)
             else:
-                a, b = one[name], other[name]
+                try:
+                    a, b = one[name], other[name]
+                except UnsupportedValueError as error:  # such as a member of an enum that is not imported
+                    if name not in here or name not in there:
+                        raise
+                    yield Difference(name, f"the bytes differ; {error}")
+                    continue
                 if isinstance(a, LazyTensor) and isinstance(b, LazyTensor):
                     found = _tensors(a, b, tolerance, progress)
                 elif isinstance(a, LazyTensor) or isinstance(b, LazyTensor):
