@@ -291,12 +291,22 @@ def check_log(folder: str) -> None:
         assert logged == ["frozen parameters: {} on the CPU, {} on accelerators".format(*there)]
         engine.save_checkpoint(folder, "trained", exclude_frozen_parameters=True)
         assert len(logged) == 1
+        engine.save_checkpoint(folder, "all")  # its own
+        goes_on = engine_of(3)
+        goes_on.load_checkpoint(folder, "all")
+        goes_on.save_checkpoint(folder, "all")
+        assert not any("replaces" in line for line in logged)
+        forgot = engine_of(3)
+        for tag in ("all", "all", "trained"):
+            forgot.save_checkpoint(folder, tag)
+        warned = [line for line in logged if "replaces" in line]
+        assert len(warned) == (dist.get_rank() == 0) and all("call load_checkpoint before" in line for line in warned)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
 
 
-def test_where_frozen_parameters_are_is_logged(tmp_path):
+def test_what_is_logged_of_frozen_parameters_and_of_a_run_that_was_not_loaded(tmp_path):
     run_ranks(2, check_log, str(tmp_path))
 
 

@@ -142,6 +142,7 @@ class Engine(Shown):
         self.skipped_steps = 0
         self.step_applied = False
         self.unfinished: str | None = None
+        self._has_checkpoint = False
         self.watchers: list[Callable[[Engine], None]] = []
         self.show: Callable[[], None] = lambda: None
         self.losses = Losses(self)

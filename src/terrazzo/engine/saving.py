@@ -115,6 +115,7 @@ def save_engine(
     def look() -> None:
         refuse_unfinished(engine, "save_checkpoint")
         _check_no_link(folder, tag)
+        _warn_of_earlier_run(engine, folder, tag)
 
     ranks.team(f"looking at {folder / tag}").together(look)
     job = JobLease(folder.store)
@@ -151,10 +152,22 @@ def save_step(
     if not engine.between_steps:
         return False
     check_client_names(client_state)
+    engine._has_checkpoint = True
     make = partial(content, engine, client_state, exclude_frozen=exclude_frozen)
     return manager.save(
         engine.global_steps, make, metrics, force=force, planner=_planner(engine), in_background=engine.pages is None
     )
+
+
+def _warn_of_earlier_run(engine: Trained, folder: Place, tag: str) -> None:
+    """Warn if the first save of a run that has loaded nothing replaces a checkpoint: probably loading was forgotten."""
+    if dist.get_rank() == 0 and not engine._has_checkpoint and (folder / tag / MANIFEST).is_file():
+        LOGGER.warning(
+            "save_checkpoint replaces %s, which another run has saved, and this run has loaded no checkpoint: to go on "
+            "with that run, call load_checkpoint before training; to keep its checkpoints, use another folder",
+            folder / tag,
+        )
+    engine._has_checkpoint = True
 
 
 def refuse_unfinished(engine: Trained, what: str) -> None:
@@ -300,6 +313,7 @@ def load_engine(
         return reader, checkpoint, values, position, *_module_targets(engine, checkpoint, values, strict=strict)
 
     reader, checkpoint, values, position, state, copies = _on_all_ranks(f"loading {path}", look)
+    engine._has_checkpoint = True
 
     before = engine.unfinished
 

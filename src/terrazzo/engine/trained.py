@@ -38,6 +38,7 @@ class Trained(Protocol):
     global_samples: int
     skipped_steps: int
     unfinished: str | None
+    _has_checkpoint: bool  # whether it has loaded or saved one
 
     @property
     def between_steps(self) -> bool:
