@@ -204,34 +204,36 @@ def merged(parts: Sequence[Metadata]) -> Metadata:
 @originals()  # so that the pickle names PyTorch's classes
 def encode(metadata: Metadata) -> bytes:
     """Pickle `metadata` as PyTorch does; its `storage_data` maps indices to locations."""
-    from torch.distributed.checkpoint import filesystem
-    from torch.distributed.checkpoint import metadata as theirs
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as Info
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata as Bytes
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as Chunk
+    from torch.distributed.checkpoint.metadata import Metadata as TheirMetadata
+    from torch.distributed.checkpoint.metadata import MetadataIndex as Index
+    from torch.distributed.checkpoint.metadata import StorageMeta as TheirStorageMeta
+    from torch.distributed.checkpoint.metadata import TensorProperties as Properties
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Stored
 
     # Each of its class at once, and not by `to_theirs`: there may be tens of thousands, and all ranks wait for them.
-    def index(ours: MetadataIndex) -> Any:
-        return theirs.MetadataIndex(ours.fqn, ours.offset, ours.index)
-
     def tensor(ours: TensorStorageMetadata) -> Any:
-        properties = theirs.TensorProperties(dtype=ours.properties.dtype, requires_grad=ours.properties.requires_grad)
-        chunks = [theirs.ChunkStorageMetadata(chunk.offsets, chunk.sizes) for chunk in ours.chunks]
-        return theirs.TensorStorageMetadata(properties, ours.size, chunks)
+        properties = Properties(dtype=ours.properties.dtype, requires_grad=ours.properties.requires_grad)
+        return Stored(properties, ours.size, [Chunk(chunk.offsets, chunk.sizes) for chunk in ours.chunks])
 
     storage: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
     meta = metadata.storage_meta or StorageMeta()
     return pickle.dumps(
-        theirs.Metadata(
+        TheirMetadata(
             state_dict_metadata={
-                name: tensor(entry) if is_tensor_entry(entry) else theirs.BytesStorageMetadata()
+                name: tensor(entry) if is_tensor_entry(entry) else Bytes()
                 for name, entry in metadata.state_dict_metadata.items()
             },
             planner_data=_plain(metadata.planner_data),
             storage_data={
-                index(where): filesystem._StorageInfo(
+                Index(where.fqn, where.offset, where.index): Info(
                     location.relative_path, location.offset, location.length, location.transform_descriptors or None
                 )
                 for where, location in storage.items()
             },
-            storage_meta=theirs.StorageMeta(str(meta.checkpoint_id), meta.save_id),
+            storage_meta=TheirStorageMeta(str(meta.checkpoint_id), meta.save_id),
             version=VERSION,
         )
     )

@@ -12,9 +12,9 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, ClassVar, Final
 
@@ -155,16 +155,18 @@ class Instance:
 
 def write_archive(file: Upload, start: int, value: Any, folder: str = "archive") -> int:
     """Write `value` as `torch.save` would, from `start` on; the position after it."""
-    stream = io.BytesIO()
-    pickler = _Pickler(stream)
-    pickler.dump(value)
+    tensors: Sequence[torch.Tensor | UnwrittenTensor]
+    if type(value) is torch.Tensor and not value.requires_grad:
+        data, tensors = _pickled_tensor(value.dtype, tuple(value.shape)), [_plain(value)]
+    else:
+        data, tensors = _pickled(value)
     sink = _UploadFile(file, start)
     buffered = io.BufferedWriter(sink, _TOGETHER)
     try:
         with zipfile.ZipFile(buffered, "w") as archive:
-            _add(archive, f"{folder}/data.pkl", [stream.getbuffer()], len(stream.getbuffer()))
+            _add(archive, f"{folder}/data.pkl", [data], len(data))
             _add(archive, f"{folder}/byteorder", [b"little"], 6)
-            for key, tensor in enumerate(pickler.tensors):
+            for key, tensor in enumerate(tensors):
                 pieces = tensor.pieces() if isinstance(tensor, UnwrittenTensor) else [bytes_of(tensor)]
                 _add(archive, f"{folder}/data/{key}", pieces, tensor.nbytes)
             _add(archive, f"{folder}/version", [b"3\n"], 2)
@@ -173,6 +175,24 @@ def write_archive(file: Upload, start: int, value: Any, folder: str = "archive")
         sink.failed = True
         raise
     return sink.position
+
+
+def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor | UnwrittenTensor]]:
+    """The pickle of a value, and the tensors whose bytes it needs."""
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(value)
+    return stream.getvalue(), pickler.tensors
+
+
+@lru_cache(maxsize=4096)
+def _pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """The pickle of a tensor, which says nothing of its numbers."""
+    return _pickled(UnwrittenTensor(dtype, shape, lambda: iter(())))[0]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _add(archive: zipfile.ZipFile, name: str, pieces: Iterable[bytes | memoryview], size: int) -> None:
@@ -237,7 +257,7 @@ class _Pickler(pickle._Pickler):  # the one in Python: that in C names only clas
             data = value.detach()
             return rebuild_parameter, (data, value.requires_grad, OrderedDict())
         if isinstance(value, torch.Tensor) and type(value) is torch.Tensor:
-            plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            plain = _plain(value)
             return self._rebuild(plain, plain.dtype, tuple(plain.shape), value.requires_grad)
         if isinstance(value, UnwrittenTensor):
             return self._rebuild(value, value.dtype, value.shape, False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -76,8 +77,8 @@ def _pack(value: Any, classes: dict[type, int], depth: int) -> Any:
         return [_DICT, *(_pack(part, classes, depth + 1) for pair in value.items() for part in pair)]
     if isinstance(value, Enum):
         return [_ENUM, classes.setdefault(kind, len(classes)), value.name]
-    if _is_data(kind):
-        fields = [_pack(getattr(value, f.name), classes, depth + 1) for f in dataclasses.fields(value)]
+    if (names := _fields_of(kind)) is not None:  # type: ignore[arg-type]  # mypy does not know that classes are hashable
+        fields = [_pack(getattr(value, name), classes, depth + 1) for name in names]
         return [_FIELDS, classes.setdefault(kind, len(classes)), *fields]
     if _is_named_tuple(kind):
         return [_NAMED, classes.setdefault(kind, len(classes)), *(_pack(i, classes, depth + 1) for i in value)]
@@ -120,9 +121,10 @@ def _unpack(body: Any, classes: list[type]) -> Any:
     values = [_unpack(part, classes) for part in parts]
     if tag == _NAMED:
         return tuple.__new__(_of(made, _is_named_tuple(made)), values)
-    instance: Any = object.__new__(_of(made, tag == _FIELDS and _is_data(made)))
-    for field, value in zip(dataclasses.fields(instance), values, strict=True):
-        object.__setattr__(instance, field.name, value)  # also if the dataclass is frozen
+    names = _fields_of(made) if tag == _FIELDS else None
+    instance: Any = object.__new__(_of(made, names is not None))
+    for name, value in zip(names or (), values, strict=True):
+        object.__setattr__(instance, name, value)  # also if the dataclass is frozen
     return instance
 
 
@@ -141,9 +143,12 @@ def _of(kind: type, allowed: bool) -> type:
     return kind
 
 
-def _is_data(kind: type) -> bool:
-    # A class with a destructor is not plain data.
-    return dataclasses.is_dataclass(kind) and not hasattr(kind, "__del__") and kind.__new__ is object.__new__
+@lru_cache(maxsize=256)
+def _fields_of(kind: type) -> tuple[str, ...] | None:
+    """The names of a dataclass's fields; None if it is none, or has a destructor: that is not plain data."""
+    if not dataclasses.is_dataclass(kind) or hasattr(kind, "__del__") or kind.__new__ is not object.__new__:
+        return None
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def _is_named_tuple(kind: type) -> bool:
