@@ -51,6 +51,8 @@ class LosesAReply(MemoryStore):
         super().delete(keys)
         self._answered()
 
+    delete_if = Store.delete_if  # by two requests, as in stores that cannot delete on condition
+
     def stream(self, key: str) -> Upload:
         upload = super().stream(key)
         finish: Callable[[], None] = upload.finish
@@ -100,7 +102,8 @@ def test_any_reply_of_a_conversion_is_lost(to: str, replacing: bool, tmp_path: P
             absent.append(at)
             convert(new, place, to)
             assert not list(compare(Checkpoint(expected[-1]), Checkpoint(place))), at
-    assert failed >= 1 and at - 1 not in absent, "the last request is the commit, or comes after it"
+    last = [at - 1] if to != "deepspeed" else [at - 2, at - 1]  # there the commit is a removal, by two requests
+    assert failed >= 1 and not {*last} & {*absent}, "the last request is the commit, or comes after it"
 
 
 @pytest.mark.parametrize("to", ["native", "dcp", "huggingface", "torch_save"])

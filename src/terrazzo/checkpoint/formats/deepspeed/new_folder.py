@@ -19,7 +19,7 @@ from typing import Final
 from terrazzo.checkpoint.formats.deepspeed.files import UNFINISHED
 from terrazzo.checkpoint.native.commit import check_written
 from terrazzo.checkpoint.stores import ABSENT, SMALL, LocalStore, Place, Store
-from terrazzo.checkpoint.stores.base import TEMPORARY, Absent, Lease, Version
+from terrazzo.checkpoint.stores.base import GONE, TEMPORARY, Absent, Lease, Version
 from terrazzo.errors import CheckpointError, CheckpointExistsError, ConflictError
 
 _LEASE: Final = ".lease"
@@ -147,11 +147,21 @@ class NewFolder:
         if self._hidden is not None:
             shutil.rmtree(str(self._hidden), ignore_errors=True)
             self._release()
-        elif not isinstance(self._marker, Absent) and self.store.present(UNFINISHED) == self._marker:
+        elif isinstance(self._marker, Absent):
+            return
+        elif self._was_replaced():
+            self.store.delete([UNFINISHED])  # the commit, whose answer was lost
+        elif self.store.present(UNFINISHED) == self._marker:
             files = [entry.key for entry in self.store.list()]
             self.store.delete([name for name in files if name != UNFINISHED])
             with suppress(ConflictError):  # another save has taken it meanwhile
                 self.store.delete_if(UNFINISHED, self._marker)
+
+    def _was_replaced(self) -> bool:
+        """Whether a commit has replaced the marker, which is the first half of its removal (`Store.delete_if`)."""
+        with suppress(FileNotFoundError):
+            return self.store.get(UNFINISHED, SMALL)[0] == GONE
+        return False
 
     def _release(self) -> None:
         lease, self._lease = self._lease, None
