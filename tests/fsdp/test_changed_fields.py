@@ -13,15 +13,16 @@ import terrazzo.fsdp
 MOST = {
     "Bucket": 4,
     "Course": 1,
-    "Executor": 1,
+    "Executor": 2,  # one is the event after which an optimizer has stepped, which users set
     "Gradients": 4,
     "Group": 4,
     "Hooks": 1,  # what classes return; an object for each parameter
     "Kept": 1,
     "Registration": 1,
-    "Root": 5,
+    "Root": 6,  # one is what users set, as the ranks compare it
     "ShardedParameter": 5,
-    "Unit": 3,
+    "Unit": 4,  # one says that an optimizer has written, which no rank need be asked about
+    "_Parked": 1,  # a gradient on the CPU, of which several micro-batches decide whether it exists
 }
 
 
@@ -72,7 +73,7 @@ def test_few_fields_are_changed_after_construction():
     found = changed_fields(Path(terrazzo.fsdp.__file__).parent)
     more = {name: names for name, names in found.items() if len(names) > MOST.get(name, 0)}
     assert not more, "what can be a value, should be"
-    assert sum(map(len, found.values())) <= sum(MOST.values()) == 30
+    assert sum(map(len, found.values())) <= sum(MOST.values()) == 34
 
 
 def test_what_counts(tmp_path):

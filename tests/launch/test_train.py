@@ -102,7 +102,8 @@ def test_a_wrong_config_is_said_once_and_costs_no_restart(tmp_path):
     (tmp_path / "train.py").write_text("import sys; from terrazzo.launch import read_run; read_run(sys.argv[1]); 1 / 0")
     (tmp_path / "run.toml").write_text(text.replace("7", "8"))
     ended = command(*terrazzo(), "train", str(tmp_path / "run.toml"), "--restarts", "1")
-    assert ended.stderr.count("ZeroDivisionError") == 4 and "started again (restart 1 of 1)" in ended.stderr
+    # Each time by one rank or by both: the one that fails later may be ended before it has printed its error.
+    assert 2 <= ended.stderr.count("ZeroDivisionError") <= 4 and "started again (restart 1 of 1)" in ended.stderr
 
 
 def test_a_rank_that_dies_costs_a_restart_and_nothing_else(tmp_path):

@@ -73,11 +73,11 @@ class _Parked:
 
     def __init__(self, values: Tensor, settings: Settings, reached: Reached | None) -> None:
         self.values, self._settings = values, settings
-        self.reached = reached
+        self.exists = reached
 
     @torch.no_grad()
     def __call__(self, local: Tensor) -> None:
-        if self.reached is not None and not self.reached():
+        if self.exists is not None and not self.exists():
             return
         brought = self.values.to(local.device, non_blocking=self._settings.pinned)
         if local.grad is None:
@@ -104,8 +104,8 @@ def parked_gradient(parameter: DTensor, settings: Settings, reached: Reached | N
     parked = parameter.__dict__.get(BRINGS)
     if parked is None:
         return None
-    if parked.reached is not None:
-        parked.reached = None if reached is None else _either(reached, parked.reached)  # what has ended is known then
+    if parked.exists is not None:
+        parked.exists = None if reached is None else _either(reached, parked.exists)  # what has ended is known then
     found: Tensor = parked.values
     return found
 

@@ -7,6 +7,7 @@ The host learns it for those that have none on this rank. On an accelerator it d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ class Sums:
         """Called on the stream that has computed them."""
         self._sums = sums
         self._event: Any = None
-        self._values: list[float] | None = None
         if sums.device.type != "cpu":
             self._sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True, device="cpu")
             self._sums.copy_(sums, non_blocking=True)
@@ -44,13 +44,13 @@ class Sums:
         """Whether the host need not wait for them."""
         return self._event is None
 
-    def _known(self) -> list[float]:
+    @cached_property
+    def _values(self) -> list[float]:
         if self._event is not None:
             self._event.synchronize()
-        return self._sums.tolist()
+        values: list[float] = self._sums.tolist()
+        return values
 
     def reached(self, i: int) -> bool:
         """Whether any rank has a gradient of this parameter."""
-        if self._values is None:
-            self._values = self._known()
         return self._values[i] > 0
