@@ -53,7 +53,6 @@ WRITTEN = "_on_write"
 """An attribute of some DTensors: a function to call before they can be written to past all version counters."""
 
 _SUM, _AVERAGE = Partial(), Partial("avg")
-
 _STRIDED = torch.strided  # passed by position, which saves a tenth of an operation's cost
 
 
