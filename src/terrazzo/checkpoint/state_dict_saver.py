@@ -113,8 +113,8 @@ def async_save(
     Values that `save` cannot store are an error of this call, too.
 
     Args:
-        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, use_collectives, timeout, store,
-            base: As for `save`.
+        state_dict, checkpoint_id, storage_writer, planner, process_group: As for `save`.
+        no_dist, use_collectives, timeout, store, base: As for `save`, too.
         async_checkpointer_type: A thread needs less memory and starts faster; a process does not compete with training
             for the GIL. For a process, planner and writer must be picklable.
         async_stager: How to copy the state (`AsyncStager`); default: the writer, if it is an `AsyncStager` (a
