@@ -46,6 +46,9 @@ class Sums:
 
     @cached_property
     def _values(self) -> list[float]:
+        return self._known()
+
+    def _known(self) -> list[float]:
         if self._event is not None:
             self._event.synchronize()
         values: list[float] = self._sums.tolist()
