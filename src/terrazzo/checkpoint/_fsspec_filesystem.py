@@ -36,13 +36,8 @@ class OfFsspec:
         return True
 
 
-class FsspecWriter(OfFsspec, FileSystemWriter):
-    """A `FileSystemWriter` for a URL of `fsspec`. Further arguments go to the file system's constructor.
-
-    >>> from terrazzo.checkpoint import save
-    >>> import torch
-    >>> _ = save({"w": torch.ones(2)}, storage_writer=FsspecWriter("memory://an/example"), no_dist=True)
-    """
+class WriterOfFsspec(OfFsspec):
+    """The constructor of writers for URLs of `fsspec`, whatever their format."""
 
     def __init__(
         self,
@@ -57,7 +52,7 @@ class FsspecWriter(OfFsspec, FileSystemWriter):
         **kwargs: Any,
     ) -> None:
         self._settings = kwargs
-        super().__init__(
+        super().__init__(  # type: ignore[call-arg]  # of the FileSystemWriter beside this class
             path,
             single_file_per_rank,
             sync_files,
@@ -67,6 +62,15 @@ class FsspecWriter(OfFsspec, FileSystemWriter):
             _extensions=_extensions,
             serialization_format=serialization_format,
         )
+
+
+class FsspecWriter(WriterOfFsspec, FileSystemWriter):
+    """A `FileSystemWriter` for a URL of `fsspec`. Further arguments go to the file system's constructor.
+
+    >>> from terrazzo.checkpoint import save
+    >>> import torch
+    >>> _ = save({"w": torch.ones(2)}, storage_writer=FsspecWriter("memory://an/example"), no_dist=True)
+    """
 
 
 class FsspecReader(OfFsspec, FileSystemReader):

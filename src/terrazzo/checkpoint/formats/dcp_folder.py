@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from torch.futures import Future
 
-from terrazzo.checkpoint._fsspec_filesystem import OfFsspec
+from terrazzo.checkpoint._fsspec_filesystem import WriterOfFsspec
 from terrazzo.checkpoint.filesystem import SerializationFormat
 from terrazzo.checkpoint.formats.dcp import SUFFIX, DCPWriter, files_named
 from terrazzo.checkpoint.formats.dcp_metadata import METADATA, prefix_of_torch, transforms_of_torch
@@ -212,29 +212,5 @@ class FileSystemWriter(BlockingAsyncStager, DCPWriter):
         )
 
 
-class FsspecWriter(OfFsspec, FileSystemWriter):
+class FsspecWriter(WriterOfFsspec, FileSystemWriter):
     """A `FileSystemWriter` for a URL of `fsspec`. Further arguments go to the file system's constructor."""
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        single_file_per_rank: bool = True,
-        sync_files: bool = True,
-        thread_count: int = 1,
-        per_thread_copy_ahead: int = 10_000_000,
-        overwrite: bool = True,
-        _extensions: Any = None,
-        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
-        **kwargs: Any,
-    ) -> None:
-        self._settings = kwargs
-        super().__init__(
-            path,
-            single_file_per_rank,
-            sync_files,
-            thread_count,
-            per_thread_copy_ahead,
-            overwrite=overwrite,
-            _extensions=_extensions,
-            serialization_format=serialization_format,
-        )
