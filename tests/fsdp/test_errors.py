@@ -349,7 +349,7 @@ def check_absent_from_a_grid() -> str:
 def test_other_replicas_name_it_too():
     for value in fresh_values(4, check_absent_from_a_grid)[:3]:
         assert "rank 3: not in a collective of this model" in value
-        assert all(f"rank {rank}: at event" in value for rank in (0, 1, 2))
+        assert "ranks 0-1: at event" in value and "rank 2: at event" in value  # 2 waits for 3 before the others do
 
 
 def check_unsharded_parameters() -> None:

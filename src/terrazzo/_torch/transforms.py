@@ -24,10 +24,11 @@ def install(is_ours: type, grad_and_value: Callable[..., Any], refuse_jvp: Calla
 
     def grad_and_value_impl(func: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
         positions = (argnums,) if isinstance(argnums, int) else argnums
-        # In another transform, which wraps tensors, functorch differentiates the operators of the DTensors inside.
-        if functorch_active() or not there([args[i] for i in positions if -len(args) <= i < len(args)]):
-            return _grad(func, argnums, has_aux, args, kwargs)
-        return grad_and_value(func, argnums, has_aux, args, kwargs)
+        # In another transform, which wraps tensors, functorch differentiates the operators of the DTensors inside. It
+        # is asked last: torch.compile would put the question into the graph of every program.
+        if there([args[i] for i in positions if -len(args) <= i < len(args)]) and not functorch_active():
+            return grad_and_value(func, argnums, has_aux, args, kwargs)
+        return _grad(func, argnums, has_aux, args, kwargs)
 
     def _jvp_with_argnums(func: Any, primals: Any, tangents: Any, *args: Any, **kwargs: Any) -> Any:
         if there((primals, tangents)):
