@@ -26,7 +26,7 @@ from typer.testing import CliRunner, Result
 
 import terrazzo
 from terrazzo.checkpoint import CheckpointManager, load, save
-from terrazzo.checkpoint.manager import KeepEvery, KeepLast
+from terrazzo.checkpoint.manager import Keep
 from terrazzo.cli import app, doctor
 from terrazzo.cli.lazy import starting
 from terrazzo.cli.screen import OUT, progress
@@ -97,7 +97,7 @@ def test_names_that_are_nearly_right(path: str) -> None:
 
 
 def test_ls_of_a_run(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, keep=KeepLast(1) | KeepEvery(20), best="loss") as manager:
+    with CheckpointManager(tmp_path, keep=Keep(last=1, steps=20), best="loss") as manager:
         for step, loss in ((10, 0.5), (20, 0.25), (30, 4.0), (40, float("nan"))):
             manager.save(step, STATE, {"loss": loss, "[bold]": 1} if step < 40 else {"loss": loss})
     lines = run("ls", str(tmp_path)).stdout.splitlines()
@@ -166,7 +166,7 @@ def test_diff(path: str, tmp_path: Path) -> None:
 
 def test_diff_of_steps_of_a_run(tmp_path: Path) -> None:
     nan = torch.tensor([float("nan"), 1.0])
-    with CheckpointManager(tmp_path, keep=KeepLast(9)) as manager:
+    with CheckpointManager(tmp_path, keep=9) as manager:
         layers = {f"layers.{n}": {"w": torch.zeros(2, 3), "b": torch.zeros(2)} for n in (2, 10)}
         manager.save(1, {"model": layers, "step": 1}, {"loss": 0.5})
         manager.save(2, {"model": layers, "step": 1}, {"loss": 0.25})

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import terrazzo
 import terrazzo.checkpoint as checkpoint
-from terrazzo.checkpoint.manager import KeepBest, KeepEvery, KeepLast, SaveEvery, SaveFirst
+from terrazzo.checkpoint.manager import Keep, Save
 from terrazzo.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from terrazzo.checkpoint.stores import MemoryStore
 from terrazzo.engine import Engine, initialize
@@ -67,8 +67,8 @@ def save(model: nn.Module, folder: Path) -> int:
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     opened = checkpoint.Checkpoint(folder)
     print(opened["model.weight"], len(opened))
-    policies = KeepLast(2) | KeepEvery(50) | KeepBest(1, "loss")
-    with checkpoint.CheckpointManager(folder, save=SaveFirst() | SaveEvery(10), keep=policies, best="loss") as manager:
+    keep = Keep(last=2, steps=50, best=1)
+    with checkpoint.CheckpointManager(folder, save=Save(first=True, steps=10), keep=keep, best="loss") as manager:
         saved: bool = manager.save(10, state, {"loss": 0.5})
         steps: list[int] = manager.steps()
         manager.save("ten", state)  # type: ignore[arg-type]  # a step is a number

@@ -18,7 +18,7 @@ from playwright.sync_api import sync_playwright
 from torch import nn
 
 from terrazzo.checkpoint import Checkpoint, CheckpointManager, save
-from terrazzo.checkpoint.manager import KeepEvery, KeepLast
+from terrazzo.checkpoint.manager import Keep
 from terrazzo.fsdp import fully_shard, trace
 from terrazzo.launch.history import Happened, History
 from terrazzo.layout import Layout, Replicate, Shard
@@ -69,7 +69,7 @@ def save_step(folder: str) -> None:
 
 def make_run(folder: Path) -> Page:
     """A run that went on after a fault; its losses are made up."""
-    with CheckpointManager(folder, keep=KeepLast(2) | KeepEvery(40), best="loss") as manager:
+    with CheckpointManager(folder, keep=Keep(last=2, steps=40), best="loss") as manager:
         for step in range(20, 121, 20):
             manager.save(step, {"w": torch.ones(1000)}, {"loss": loss_at(step)})
         manager.wait()

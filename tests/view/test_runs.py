@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from terrazzo.checkpoint import CheckpointManager
-from terrazzo.checkpoint.manager import KeepEvery, KeepLast
+from terrazzo.checkpoint.manager import Keep
 from terrazzo.errors import ViewError
 from terrazzo.launch.history import NAME, Happened, History, read_history
 from terrazzo.launch.recovery import Recovery
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Path:
     """Three checkpoints, a start, a restart and an end; and the loss of both starts."""
     folder = tmp_path / "run"
     state = {"w": torch.ones(8)}
-    with CheckpointManager(folder, keep=KeepLast(2) | KeepEvery(10), best="loss") as manager:
+    with CheckpointManager(folder, keep=Keep(last=2, steps=10), best="loss") as manager:
         for step, loss in ((10, 2.5), (20, float("nan")), (30, 2.0)):
             manager.save(step, state, {"loss": loss, "<b>": 1.0})
     history = History(folder)

@@ -525,7 +525,7 @@ class Engine(Shown):
         force: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the run if the manager's policy selects this step; returns whether it does, the same on all ranks.
+        """Save the run if the manager selects this step; returns whether it does, the same on all ranks.
 
         Call it after every `step`; the state is collected only for steps that are saved.
 

@@ -147,7 +147,7 @@ def save_step(
     force: bool,
     exclude_frozen: bool,
 ) -> bool:
-    """Save the run if a manager's policy selects its step; returns whether it does."""
+    """Save the run if a manager selects its step; returns whether it does."""
     refuse_unfinished(engine, "save_step")
     if not engine.between_steps:
         return False

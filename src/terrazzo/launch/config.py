@@ -7,36 +7,20 @@ import os
 import tomllib
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 
 from terrazzo._meant import meant_beside, refused
 from terrazzo.checkpoint import CheckpointManager
-from terrazzo.checkpoint.manager import (
-    Best,
-    KeepAny,
-    KeepBest,
-    KeepEvery,
-    KeepLast,
-    KeepPolicy,
-    SaveAny,
-    SaveAt,
-    SaveEvery,
-    SaveFirst,
-    SaveOnStop,
-    SavePolicy,
-)
-from terrazzo.checkpoint.manager.policies import Agreed
+from terrazzo.checkpoint.manager import Best, Keep, Save
+from terrazzo.checkpoint.manager.selection import Agreed, Count, Seconds
 from terrazzo.checkpoint.native.names import named_by_latest, step_of_name
 from terrazzo.checkpoint.stores import Place, is_url
 from terrazzo.engine.checked import convert
 from terrazzo.engine.config import read_config
 from terrazzo.engine.marks import tell_of_config_errors
 from terrazzo.errors import CheckpointFormatError, EngineConfigError, RunConfigError
-
-Count = Annotated[int, msgspec.Meta(ge=1)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class RanksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,55 +38,16 @@ class RanksConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     stuck_after: Seconds | None = None  # without a step, a rank is ended; None: never
 
 
-class SaveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`checkpoints.save`: a step is saved if any of these policies selects it."""
-
-    steps: Count | None = None
-    seconds: Seconds | None = None
-    at: tuple[int, ...] = ()
-    first: bool = False
-
-    def policies(self) -> list[SavePolicy]:
-        """The policies that are set."""
-        found: list[SavePolicy] = [SaveEvery(self.steps)] if self.steps else []
-        found += [SaveEvery(seconds=self.seconds)] if self.seconds else []
-        found += [SaveAt(self.at)] if self.at else []
-        return [*found, SaveFirst()] if self.first else found
-
-
-class KeepConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`checkpoints.keep`: a checkpoint is kept if any of these policies keeps it."""
-
-    last: Count | None = None
-    best: Count | None = None
-    steps: Count | None = None
-    seconds: Seconds | None = None
-
-    def policies(self) -> list[KeepPolicy]:
-        """The policies that are set."""
-        found: list[KeepPolicy] = [KeepLast(self.last)] if self.last else []
-        found += [KeepBest(self.best)] if self.best else []
-        found += [KeepEvery(self.steps)] if self.steps else []
-        return [*found, KeepEvery(seconds=self.seconds)] if self.seconds else found
-
-
-class BestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`checkpoints.best`: a metric, and whether its smallest or its largest value is best."""
-
-    metric: str
-    mode: Literal["min", "max"] = "min"
-
-
 class CheckpointsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[checkpoints]`: where they are, which steps are saved and which are kept, for a `CheckpointManager`."""
 
     folder: str = "checkpoints"
-    save: Count | SaveConfig | None = None
-    keep: Count | KeepConfig | None = None
-    best: str | BestConfig | None = None
+    save: Count | Save | None = None
+    keep: Count | Keep | None = None
+    best: str | Best | None = None
     local: str | None = None  # a folder on each host, relative to the file's folder
     copy_every: Count = 1
-    keep_local: Count | KeepConfig | None = 2
+    keep_local: Count | Keep | None = 2
     replicas: Annotated[int, msgspec.Meta(ge=0)] = 1
 
 
@@ -151,7 +96,9 @@ class Run:
             stop: a `StopSignal`: the step in which the job is told to end is saved, too.
             changes: arguments of `CheckpointManager` that replace those from the file.
         """
-        return CheckpointManager(self.checkpoints, local=self.local, **{**_told(self.saving, stop), **changes})
+        arguments = msgspec.structs.asdict(self.saving) | {"local": self.local, "stop": stop}
+        del arguments["folder"]
+        return CheckpointManager(self.checkpoints, **{**arguments, **changes})
 
     @property
     def local(self) -> Path | None:
@@ -175,28 +122,6 @@ class Run:
             with suppress(CheckpointFormatError):  # ranks raise it, if they load from there
                 tags += [place.name for place in named_by_latest(Place(folder))[:1]]
         return max(tags, key=lambda tag: -1 if (step := step_of_name(tag)) is None else step, default=None)
-
-
-def _told(saving: CheckpointsConfig, stop: Agreed | None) -> dict[str, Any]:
-    """The arguments of `CheckpointManager`."""
-    save = SaveConfig(steps=saving.save) if isinstance(saving.save, int) else saving.save
-    best = saving.best
-    saves: list[SavePolicy] = [] if save is None else save.policies()
-    if stop is not None:  # without another policy each step is saved, and the signal is still checked
-        saves = [*(saves or [SaveEvery(1)]), SaveOnStop(stop)]
-    return {
-        "save": SaveAny(tuple(saves)) if saves else None,
-        "keep": _policy(saving.keep),
-        "keep_local": _policy(saving.keep_local),
-        "copy_every": saving.copy_every,
-        "replicas": saving.replicas,
-        "best": Best(best.metric, best.mode) if isinstance(best, BestConfig) else best,
-    }
-
-
-def _policy(keep: int | KeepConfig | None) -> KeepPolicy | None:
-    found = KeepConfig(last=keep) if isinstance(keep, int) else keep
-    return KeepAny(tuple(found.policies())) if found is not None and found.policies() else None
 
 
 def is_run_file(path: str) -> bool:

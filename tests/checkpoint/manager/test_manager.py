@@ -18,17 +18,7 @@ import torch.distributed as dist
 
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointManager, load, save
-from terrazzo.checkpoint.manager import (
-    Best,
-    KeepEvery,
-    KeepLast,
-    Moment,
-    SaveAt,
-    SaveEvery,
-    SaveFirst,
-    SaveOnStop,
-    SavePolicy,
-)
+from terrazzo.checkpoint.manager import Best, Keep, Save
 from terrazzo.checkpoint.manager.records import read_reasons
 from terrazzo.checkpoint.stores import Entry, LocalStore, MemoryStore, Place, Store
 from terrazzo.errors import (
@@ -67,7 +57,7 @@ def folders(root: str | Path) -> list[int]:
 def live(root: str, async_op: bool) -> tuple:
     losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 5.0, 50: 4.0}
     with CheckpointManager(
-        root, save=SaveEvery(10) | SaveAt([3]), keep=KeepLast(2) | KeepEvery(30), best="loss", async_op=async_op
+        root, save=Save(steps=10, at=[3]), keep=Keep(last=2, steps=30), best="loss", async_op=async_op
     ) as manager:
         assert manager.latest_step() is None and manager.steps() == []
         with pytest.raises(CheckpointNotFoundError, match="it has none"):
@@ -189,13 +179,6 @@ def test_what_is_said_of_a_checkpoint_may_be_nonsense(tmp_path: Path, said: obje
     assert folders(tmp_path) == [2, 3]
 
 
-class EachFor(SavePolicy):
-    """A policy by which each rank would save another step."""
-
-    def wants(self, moment: Moment) -> bool:
-        return moment.step == dist.get_rank() + 2
-
-
 class Skewed(CheckpointManager):
     """One whose clock says something else on each rank."""
 
@@ -205,9 +188,7 @@ class Skewed(CheckpointManager):
 
 
 def decide_together(root: str) -> None:
-    with CheckpointManager(f"{root}/own", save=EachFor(), timeout=LIMIT) as manager:
-        assert [step for step in range(5) if manager.save(step, state(step))] == [2]
-    with Skewed(f"{root}/clock", save=SaveEvery(seconds=90), timeout=LIMIT) as manager:
+    with Skewed(f"{root}/clock", save=Save(seconds=90), timeout=LIMIT) as manager:
         assert not any(manager.save(step, state(step)) for step in range(5))
     with CheckpointManager(f"{root}/steps", timeout=LIMIT) as manager:
         with pytest.raises(DivergentValueError, match="rank 0: 1, rank 1: 2"):
@@ -223,7 +204,7 @@ def told_to_end(root: str, by_file: bool) -> tuple:
     file = Path(root) / "stop"
     stop = StopSignal(file=file)
     ended = None
-    with CheckpointManager(f"{root}/run", save=SaveFirst() | SaveOnStop(stop)) as manager:
+    with CheckpointManager(f"{root}/run", save=Save(first=True), stop=stop) as manager:
         saved = []
         for step in range(1, 10):
             dist.barrier()

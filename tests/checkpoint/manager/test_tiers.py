@@ -18,7 +18,7 @@ import torch.distributed as dist
 from checkpoint.newer import make_newer
 from ranks import run_ranks
 from terrazzo.checkpoint import Checkpoint, CheckpointManager, verify
-from terrazzo.checkpoint.manager import KeepLast, KeepUntilCopied, SaveEvery, housekeeping, records
+from terrazzo.checkpoint.manager import Save, housekeeping, records
 from terrazzo.checkpoint.manager.hosts import HostsStore, PeerStore, serve_folder
 from terrazzo.checkpoint.manager.job import JobLease
 from terrazzo.checkpoint.stores import LocalStore, MemoryStore, Request, Store
@@ -66,7 +66,7 @@ def folders(path: Path) -> list[int]:
 def live(folder: str, hosts: int) -> None:
     root = Path(folder) / "root"
     options = {"local": local_of(folder, hosts), "copy_every": 3, "keep_local": 2, "keep": 2, "timeout": LIMIT}
-    with CheckpointManager(root, save=SaveEvery(10), best="loss", **options) as manager:
+    with CheckpointManager(root, save=Save(steps=10), best="loss", **options) as manager:
         for step in range(1, 81):
             manager.save(step, lambda step=step: state(step), {"loss": abs(step - 20.0)})
         manager.wait()
@@ -353,21 +353,6 @@ def test_what_the_root_keeps_less_long_than_the_hosts_is_copied_once(
             manager.wait()
     assert copied == [f"global_step{step}" for step in range(1, 7)]
     assert folders(tmp_path / "root") == [6] and folders(tmp_path / "local") == [4, 5, 6]
-
-
-def test_keeps_what_another_program_has_not_copied(tmp_path: Path):
-    values = {"w": torch.zeros(3)}
-    with CheckpointManager(tmp_path / "run", keep=KeepLast(1) | KeepUntilCopied(tmp_path / "copy")) as manager:
-        for step in (1, 2, 3):
-            manager.save(step, values)
-        manager.wait()
-        assert manager.steps() == [1, 2, 3] and "until copied" in (tmp_path / "run" / "kept.json").read_text()
-        shutil.copytree(tmp_path / "run" / "global_step1", tmp_path / "copy" / "global_step1")
-        shutil.copytree(tmp_path / "run" / "global_step2", tmp_path / "copy" / "global_step2")
-        (tmp_path / "copy" / "global_step2" / "manifest.terrazzo").unlink()  # not whole yet
-        manager.save(4, values)
-        manager.wait()
-        assert manager.steps() == [2, 3, 4]
 
 
 def test_going_back_with_a_local_folder(tmp_path: Path):

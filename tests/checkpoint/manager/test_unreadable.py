@@ -16,7 +16,7 @@ import terrazzo
 from checkpoint.newer import make_newer
 from ranks import run_ranks
 from terrazzo.checkpoint import CheckpointManager, load, save, verify
-from terrazzo.checkpoint.manager import KeepEvery, SaveFirst
+from terrazzo.checkpoint.manager import Keep, Save
 from terrazzo.checkpoint.stores import LocalStore
 from terrazzo.errors import (
     CheckpointCorruptError,
@@ -75,7 +75,7 @@ def start_again(root: str, kind: str) -> None:
     """What a training script does that was written as docs/manager.md says."""
     error = {"newer": CheckpointFormatError, "flipped": CheckpointCorruptError, "refused": CheckpointIOError}[kind]
     store = LocalStore(root, Refusing(20)) if kind == "refused" else LocalStore(root)
-    with CheckpointManager(store, save=SaveFirst(), keep=1) as manager:
+    with CheckpointManager(store, save=Save(first=True), keep=1) as manager:
         assert manager.steps() == [10]
         with pytest.raises(error, match=r"global_step20 cannot be read, and it may be the newest.*restore\(10\)"):
             manager.latest_step()
@@ -110,7 +110,7 @@ def test_the_newest_cannot_be_read(tmp_path: Path, kind: str, hosts: int):
 
 
 def test_the_newest_cannot_be_opened(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """It may be whole, and then the policies would decide otherwise, so nothing is removed."""
+    """It may be whole, and then `Keep` would select others, so nothing is removed."""
     save_steps(tmp_path, 10, 20)
     start_again(str(tmp_path), "refused")
     assert "could not be removed" in caplog.text and "Permission denied" in caplog.text
@@ -289,10 +289,10 @@ def test_a_store_removes_nothing_behind_a_linked_folder(tmp_path: Path):
     assert store.is_link("link") and not store.is_link("own") and not store.is_link("absent")
 
 
-def test_policies_see_only_what_can_be_read(tmp_path: Path):
+def test_keep_counts_only_what_can_be_read(tmp_path: Path):
     save_steps(tmp_path, 1, 2, 3)
     flip(tmp_path / "global_step1")
-    with CheckpointManager(tmp_path, keep=KeepEvery(seconds=1e6)) as manager:
+    with CheckpointManager(tmp_path, keep=Keep(seconds=1e6)) as manager:
         manager.restore("latest", state(0))
         manager.save(4, state(4))
     assert manager.steps() == [2, 4]

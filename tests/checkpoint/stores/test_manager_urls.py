@@ -11,7 +11,6 @@ import torch
 from ranks import run_ranks
 from s3_server import BUCKET, S3Server
 from terrazzo.checkpoint import CheckpointManager
-from terrazzo.checkpoint.manager import KeepLast
 from terrazzo.errors import CheckpointNotFoundError
 
 
@@ -21,7 +20,7 @@ def state(step: int) -> dict:
 
 def live(url: str, environment: dict[str, str]) -> tuple:
     os.environ.update(environment)
-    with CheckpointManager(url, save=2, keep=KeepLast(1), best="loss") as manager:
+    with CheckpointManager(url, save=2, keep=1, best="loss") as manager:
         for step in range(1, 7):
             manager.save(step, state(step), {"loss": abs(step - 2)})
             if step == 5:

@@ -23,7 +23,6 @@ from terrazzo._threads import Worker, results_of
 from terrazzo.checkpoint.manager.committing import Teams
 from terrazzo.checkpoint.manager.hosts import HostsStore, PeerStore
 from terrazzo.checkpoint.manager.job import JobLease
-from terrazzo.checkpoint.manager.policies import UNTIL_COPIED
 from terrazzo.checkpoint.manager.records import Record, held, remove
 from terrazzo.checkpoint.manager.tiers import Tier, Tiers
 from terrazzo.checkpoint.native.commit import Commit, has_manifest, is_held, read_manifest, remove_leftovers
@@ -40,7 +39,6 @@ from terrazzo.errors import (
     CheckpointException,
     CheckpointExistsError,
     CheckpointIOError,
-    CheckpointManagerError,
     ConflictError,
 )
 
@@ -53,7 +51,6 @@ class Housekeeping:
         self._job = job
         self._janitor = Worker("terrazzo-manager")
         self._copier = Worker("terrazzo-copier")  # waited for after the janitor, which gives it work
-        self._failed: Exception | None = None  # the error of a policy that the run has not got yet
 
     def after(self, step: int, saving: Future[None]) -> None:
         """Start the work that follows the save of a step, when the save is committed."""
@@ -98,22 +95,14 @@ class Housekeeping:
     def _logged(self, work: Callable[[], None], what: str) -> None:
         try:
             work()
-        except CheckpointManagerError as error:  # a mistake in the run's program
-            self._failed = error
         except (CheckpointError, OSError) as error:  # the next save tries again
             LOGGER.warning("%s: checkpoints could not be %s: %s", self._tiers.root.root, what, error)
-
-    def raise_failed(self) -> None:
-        """Raise the error of a policy, once."""
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
 
     def remove(self, tier: Tier) -> None:
         """Remove checkpoints of a tier that are not kept; local ones only if they are not still to be copied."""
         needed: dict[int, str] = {}
         if tier is self._tiers.local:
-            needed = {record.step: UNTIL_COPIED for record in self._tiers.uncopied() if record.uncopied == 0}
+            needed = {record.step: "until copied" for record in self._tiers.uncopied() if record.uncopied == 0}
         tier.remove(self._job.check, needed)
 
     def copy(self, newest: bool = False) -> None:

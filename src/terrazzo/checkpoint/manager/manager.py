@@ -1,13 +1,13 @@
-"""`CheckpointManager`: policies decide which steps it saves and which checkpoints it keeps; it finds and restores them.
+"""`CheckpointManager`: it saves the steps that `Save` selects, keeps what `Keep` selects, finds and restores checkpoints.
 
 A save, on all ranks:
     1. the first time: take the folder for this job (`job`), unless it has checkpoints and none was restored
-    2. call the policy, whose answer is the same on all ranks (`saving`)
+    2. decide whether to save, the same on all ranks (`selection`)
     3. agree on the step, and on whether the previous save failed on any rank
     4. save and commit the checkpoint, in the background
 then on the first rank alone, in the background, too, while the job has the folder:
     5. write its name to `latest`
-    6. copy checkpoints if necessary, and remove those that no policy keeps and no reader holds (`housekeeping`)
+    6. copy checkpoints if necessary, and remove those that `Keep` does not select and no reader holds (`housekeeping`)
 
 With a local folder there are two tiers (`tiers`): steps are saved in the folders of the hosts (`hosts`), and some are
 copied to the root (`housekeeping`).
@@ -34,8 +34,8 @@ from terrazzo._meant import counted
 from terrazzo.checkpoint.manager.committing import Teams, Unmade, save_named
 from terrazzo.checkpoint.manager.housekeeping import Housekeeping, Loading
 from terrazzo.checkpoint.manager.job import JobLease
-from terrazzo.checkpoint.manager.policies import Best, KeepPolicy, Moment, SaveEvery, SavePolicy, parts_of
 from terrazzo.checkpoint.manager.records import VALUE, Record, checked_metrics, checked_step, held
+from terrazzo.checkpoint.manager.selection import Agreed, Best, Keep, Save, setting
 from terrazzo.checkpoint.manager.tiers import Looked, Which, choose, in_order_of_merit, open_tiers
 from terrazzo.checkpoint.metadata import STATE_DICT_TYPE
 from terrazzo.checkpoint.native.commit import is_held
@@ -61,8 +61,9 @@ class CheckpointManager(Shown):
 
     Args:
         root: The folder, URL or store.
-        save: Which steps to save: a policy, or n for `SaveEvery(n)`; None: each for which `save` is called.
-        keep: Which checkpoints to keep: a policy, or n for `KeepLast(n)`; None: all.
+        save: Which steps to save: n for `Save(steps=n)`; None: each for which `save` is called.
+        stop: A `StopSignal`: the step in which the job is told to end is saved, too. It is asked at every step.
+        keep: Which checkpoints to keep: n for `Keep(last=n)`; None: all.
         best: Which checkpoint is best: a metric's name, if its smallest value is best, or a `Best`. It is kept.
         async_op: Save in the background.
         reuse: Do not write tensors again that have not changed since the last checkpoint: see `base` of `save`.
@@ -85,21 +86,22 @@ class CheckpointManager(Shown):
         self,
         root: str | os.PathLike[str] | Store,
         *,
-        save: SavePolicy | int | None = None,
-        keep: KeepPolicy | int | None = None,
+        save: Save | int | None = None,
+        stop: Agreed | None = None,
+        keep: Keep | int | None = None,
         best: Best | str | None = None,
         async_op: bool = True,
         reuse: bool = False,
         local: str | os.PathLike[str] | LocalStore | None = None,
         copy_every: int = 1,
-        keep_local: KeepPolicy | int | None = 2,
+        keep_local: Keep | int | None = 2,
         replicas: int = 1,
         process_group: Any = None,
         timeout: timedelta | None = None,
     ) -> None:
-        policy = SaveEvery(save) if isinstance(save, int) else save
-        self._save_policies = () if policy is None else parts_of(policy)
-        self._best = Best(best) if isinstance(best, str) else best
+        self._selected = setting(Save, "save", save)
+        self._stop_signal = stop
+        self._best = setting(Best, "best", best)
         self._async = async_op
         self._reuse = reuse
         self._copy_every = int(copy_every)
@@ -113,7 +115,15 @@ class CheckpointManager(Shown):
         self._told = _Told([])
         self._pending: Future[None] | None = None  # the running save
         self._process = os.getpid()
-        self._tiers = open_tiers(Place(root), local, keep, keep_local, self._best, replicas, self._ranks)
+        self._tiers = open_tiers(
+            Place(root),
+            local,
+            setting(Keep, "keep", keep),
+            setting(Keep, "keep_local", keep_local),
+            self._best,
+            replicas,
+            self._ranks,
+        )
         self._job = JobLease(self._tiers.root.root.store)  # used on the first rank
         self._house = Housekeeping(self._tiers, self._job)
         self._open = True
@@ -145,7 +155,7 @@ class CheckpointManager(Shown):
         planner: SavePlanner | None = None,
         in_background: bool = True,
     ) -> bool:
-        """Save a step if the policy says so or with `force`; returns whether it is saved, the same on all ranks.
+        """Save a step if `Save` selects it or with `force`; returns whether it is saved, the same on all ranks.
 
         Call it at every step. An error in the background is raised by the next call that saves, or by `wait`. The first
         rank's metrics are stored. A step that has just been saved is not saved again. An older checkpoint of the step
@@ -160,7 +170,7 @@ class CheckpointManager(Shown):
             state: The state, as for `terrazzo.checkpoint.save`; or a function that returns it, which is called if the
                 step is saved.
             metrics: Numbers by name, stored with the checkpoint.
-            force: Save it even if the policy does not.
+            force: Save it in any case. All ranks must pass the same.
             planner: As for `terrazzo.checkpoint.save`.
             in_background: Whether it may be saved in the background: False for a state too large to be copied.
         """
@@ -233,18 +243,16 @@ class CheckpointManager(Shown):
         )
 
     def _wants(self, step: int) -> bool:
-        """Whether the policy wants to save the step; the same on all ranks."""
-        if not self._save_policies:
+        """Whether to save the step; the same on all ranks."""
+        told = self._stop_signal is not None and self._stop_signal.agreed()  # it must be asked at every step
+        selected = self._selected
+        if told or selected is None or selected.selects(step, self._last):
             return True
-        moment = Moment(step, self._last, time.monotonic() - self._since)
-        # Call each policy, also if another has answered yes: a stop signal must be checked at every step.
-        alike = [policy.wants(moment) for policy in self._save_policies if policy.same_everywhere]
-        others = [policy for policy in self._save_policies if not policy.same_everywhere]
-        if any(alike) or not others:
-            return any(alike)
+        if selected.seconds is None:
+            return False
 
         def ask() -> bytes:
-            return b"yes" if any(policy.wants(moment) for policy in others) else b""
+            return b"yes" if selected.is_due(time.monotonic() - self._since) else b""
 
         return self._ranks.team(f"asking whether to save step {step}").first(ask) == b"yes"
 
@@ -265,7 +273,6 @@ class CheckpointManager(Shown):
                 raise DivergentValueError(
                     f"ranks save different steps ({said}): call save with the same step on all ranks"
                 )
-            self._house.raise_failed()
             self._job.check()
             looked = self._tiers.look()
             records, fast = looked.records, self._tiers.fast
@@ -463,7 +470,6 @@ class CheckpointManager(Shown):
                 return b""
             for future in copying:
                 future.result()
-            self._house.raise_failed()
             return self._encoded(self._tiers.look())
 
         try:
@@ -502,10 +508,6 @@ class CheckpointManager(Shown):
             LOGGER.warning("%s: the last save failed too: %s", self.root, failed)
         finally:
             self._stop()
-        try:
-            self._house.raise_failed()
-        except CheckpointManagerError as failed:
-            LOGGER.warning("%s", failed)
 
     def _check_open(self) -> None:
         if not self._open:

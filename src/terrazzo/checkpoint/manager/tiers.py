@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import uuid
@@ -15,7 +16,6 @@ import msgspec
 from terrazzo.checkpoint.formats.registry import nested
 from terrazzo.checkpoint.manager.committing import Teams
 from terrazzo.checkpoint.manager.hosts import HostsStore, connect
-from terrazzo.checkpoint.manager.policies import Best, KeepPolicy, not_copied, reasons_to_keep, settled
 from terrazzo.checkpoint.manager.records import (
     KEPT,
     RUN,
@@ -26,6 +26,7 @@ from terrazzo.checkpoint.manager.records import (
     clear_all,
     remove,
 )
+from terrazzo.checkpoint.manager.selection import Best, Keep, reasons_to_keep
 from terrazzo.checkpoint.native.names import LATEST, name_of_step, named_by_latest, step_of_name
 from terrazzo.checkpoint.native.verify import copy_intact
 from terrazzo.checkpoint.stores import ABSENT, SMALL, LocalStore, Place
@@ -50,7 +51,7 @@ class Tier:
         removed: the steps that `remove` has removed, with when they were saved.
     """
 
-    def __init__(self, root: Place, keep: KeepPolicy | None, best: Best | None) -> None:
+    def __init__(self, root: Place, keep: Keep | None, best: Best | None) -> None:
         self.root = root
         self.catalog = Catalog(root)
         self._keep = keep
@@ -61,7 +62,7 @@ class Tier:
         self._removing = threading.Lock()
 
     def remove(self, check: Callable[[], None], needed: Mapping[int, str]) -> None:
-        """Remove checkpoints that no policy keeps, that are not `needed` (for a reason) and that no reader holds.
+        """Remove checkpoints that `Keep` does not select, that are not `needed` (for a reason) and not held.
 
         Nothing is removed that cannot be read, or behind a link. `check` raises if this job must not remove anything.
         """
@@ -69,15 +70,9 @@ class Tier:
             check()
             records, unreadable = self.catalog.look()
             for each in unreadable.values():
-                if isinstance(each.error, OSError):  # it may be readable again, and the policies depend on all
+                if isinstance(each.error, OSError):  # it may be readable again, and what to keep depends on all
                     raise each.error
-            try:
-                reasons = reasons_to_keep(self._keep, self._best, records)
-            except BaseException as error:  # noqa: B036  # the next call of the run raises it
-                raise CheckpointManagerError(
-                    f"{self.root}: no checkpoint was removed, because the policy that says which to keep raised "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+            reasons = reasons_to_keep(self._keep, records, self._best)
             for step, why in needed.items():
                 reasons.setdefault(step, []).append(why)
             for record in records:
@@ -171,7 +166,8 @@ class Tiers:
         if self.local is None:
             return []
         removed = self.root.removed
-        missing = not_copied(self.local.catalog.read(), self.root.catalog.read())
+        there = {record.step: record.saved for record in self.root.catalog.read()}
+        missing = [each for each in self.local.catalog.read() if there.get(each.step, -math.inf) < each.saved]
         return [record for record in missing if removed.get(record.step) != record.saved]
 
 
@@ -214,15 +210,17 @@ def _advice(newest: Record | None) -> str:
 def open_tiers(
     root: Place,
     local: str | os.PathLike[str] | LocalStore | None,
-    keep: KeepPolicy | int | None,
-    keep_local: KeepPolicy | int | None,
+    keep: Keep | None,
+    keep_local: Keep | None,
     best: Best | None,
     replicas: int,
     ranks: Teams,
 ) -> Tiers:
     """The tiers for a manager's arguments. Collective if it has local folders."""
-    top = Tier(root, settled(keep, best), best)
-    below = settled(keep_local, best)
+    for each in (keep, keep_local):
+        if each is not None:
+            each.reasons((), best)  # raises if it needs a metric that is not there
+    top = Tier(root, keep, best)
     if local is None:
         return Tiers(top, None, None)
     own = local if isinstance(local, LocalStore) else Place(local).store
@@ -238,7 +236,7 @@ def open_tiers(
         raise CheckpointManagerError(f"replicas must be a number of other hosts, 0 or more, not {replicas}")
     _claim(root, own, ranks)
     hosts = connect(own, send_on, replicas, ranks)
-    return Tiers(top, Tier(Place(hosts), below, best), hosts)
+    return Tiers(top, Tier(Place(hosts), keep_local, best), hosts)
 
 
 def _claim(root: Place, own: LocalStore, ranks: Teams) -> None:
