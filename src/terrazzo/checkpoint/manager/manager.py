@@ -1,4 +1,4 @@
-"""`CheckpointManager`: it saves the steps that `Save` selects, keeps what `Keep` selects, finds and restores checkpoints.
+"""`CheckpointManager` saves the steps that `Save` selects, keeps what `Keep` selects, finds and restores checkpoints.
 
 A save, on all ranks:
     1. the first time: take the folder for this job (`job`), unless it has checkpoints and none was restored
