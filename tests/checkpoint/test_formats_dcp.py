@@ -8,10 +8,15 @@ import io
 import os
 import pickle
 import warnings
+from collections import deque
+from datetime import timedelta
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -390,6 +395,11 @@ class Kind(enum.Enum):
     DENSE = 1
 
 
+class Outer:
+    class Inner(enum.Enum):  # which the protocol of PyTorch's files names by a call
+        A = 1
+
+
 @pytest.mark.parametrize("whose", ["ours", "PyTorch's"])
 def test_values_of_allowed_classes_and_sparse_tensors(whose: str, tmp_path: Path) -> None:
     """Also where a reader hands their bytes to the planner."""
@@ -409,6 +419,34 @@ def test_values_of_allowed_classes_and_sparse_tensors(whose: str, tmp_path: Path
     sparse, compressed = found["sparse"][0], found["compressed"][0]
     assert sparse.is_coalesced() and torch.equal(sparse.to_dense(), torch.eye(3))
     assert compressed.layout is torch.sparse_csr and torch.equal(compressed.to_dense(), torch.eye(3))
+
+
+def test_values_in_containers_come_back_and_what_would_not_is_refused_by_the_save(tmp_path: Path) -> None:
+    losses = deque([torch.ones(2), np.float32(1.5), np.arange(2)], maxlen=5)
+    value = {
+        "losses": losses,
+        "all": SimpleNamespace(recent=deque(losses), seen={np.int64(3)}),
+        "taken": timedelta(seconds=3),
+        "file": io.BytesIO(b"abc"),
+        "kind": Kind.DENSE,
+    }
+    save({"x": value}, storage_writer=DCPWriter(tmp_path / "values"))
+    found = Checkpoint(tmp_path / "values").state_dict()["x"]
+    for each in (found["losses"], found["all"].recent):
+        assert type(each) is deque and each[0].tolist() == [1, 1] and each[2].tolist() == [0, 1]
+        assert type(each[1]) is np.float32 and each[1] == 1.5
+    assert found["losses"].maxlen == 5 and [type(each) for each in found["all"].seen] == [np.int64]
+    assert found["taken"] == timedelta(seconds=3) and found["file"].getvalue() == b"abc" and found["kind"] is Kind.DENSE
+
+    with pytest.raises(TerrazzoError, match=r"x\.y: in PyTorch's format this \S*Inner would be a pickle"):
+        save({"x": {"y": Outer.Inner.A}}, storage_writer=DCPWriter(tmp_path / "refused"))
+    save({"x": {"y": Outer.Inner.A}}, checkpoint_id=tmp_path / "own")
+    assert Checkpoint(tmp_path / "own")["x.y"] is Outer.Inner.A
+    pickled = DefaultSavePlanner(allow_pickle=True)
+    save({"x": Fraction(1, 2)}, storage_writer=DCPWriter(tmp_path / "pickled"), planner=pickled)
+    state: dict[str, Any] = {"x": 0}
+    torch_load(state, tmp_path / "pickled")
+    assert state["x"] == Fraction(1, 2)
 
 
 @pytest.mark.parametrize("data", VALUES.values(), ids=VALUES.keys())

@@ -8,7 +8,6 @@ of killed saves.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import uuid
@@ -25,7 +24,7 @@ from terrazzo.checkpoint.formats.dcp_metadata import METADATA
 from terrazzo.checkpoint.formats.format import Checked, Format, Found, Writing
 from terrazzo.checkpoint.formats.registry import check_is_found, import_all
 from terrazzo.checkpoint.formats.source import Source, copy_checkpoint
-from terrazzo.checkpoint.formats.stored import StoredBox
+from terrazzo.checkpoint.formats.stored import StoredBox, file_at
 from terrazzo.checkpoint.formats.table import TableReader
 from terrazzo.checkpoint.formats.torch_archive import StoredTensor, open_archive, value_names
 from terrazzo.checkpoint.formats.torch_save import write_archive
@@ -41,7 +40,7 @@ from terrazzo.checkpoint.native.chunks import complete_parts
 from terrazzo.checkpoint.native.commit import Commit, by_save
 from terrazzo.checkpoint.native.contents import StorageInfo
 from terrazzo.checkpoint.native.format import SEAL, lease_name, save_of
-from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.native.objects import EncodedBytes, ObjectBytes, decode
 from terrazzo.checkpoint.native.root import TENSOR
 from terrazzo.checkpoint.native.rows import Row
 from terrazzo.checkpoint.native.spans import StoredChunk
@@ -50,9 +49,17 @@ from terrazzo.checkpoint.native.verify import Damage
 from terrazzo.checkpoint.planner import TensorWriteData
 from terrazzo.checkpoint.storage import StorageReader, WriteResult
 from terrazzo.checkpoint.stores import Entry, Place, Store, Upload
+from terrazzo.checkpoint.stores.memory import MemoryStore
 from terrazzo.checkpoint.torch_api.items import item_of, merged_entries
 from terrazzo.checkpoint.torch_api.storages import RowWriter
-from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
+from terrazzo.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    UnsafePickleError,
+    UnsupportedValueError,
+)
 from terrazzo.layout.box import Box
 
 
@@ -97,7 +104,7 @@ class DCPReader(TableReader):
         window = self._window(location, name)
         if is_archive(window):
             return open_archive(window, value_names()).materialised()
-        return io.BytesIO(window.read(0, window.length))  # bytes that a custom planner encoded
+        return EncodedBytes(window.read(0, window.length))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -352,13 +359,36 @@ class DCPWriter(InFolder, RowWriter):
         return StorageMeta(str(self.path), self._name)
 
 
+_ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes})
+
+
 def _write_row(file: Upload, position: int, row: Row) -> int:
     """Write a tensor as `torch.save` does, or the bytes of another value; returns the position after it."""
     if row.kind == TENSOR:
         return write_archive(file, position, row.tensor().detach())
     content = row.value.getbuffer() if isinstance(row.value, ObjectBytes) else memoryview(row.value)
+    if isinstance(row.value, ObjectBytes) and type(row.value.value) not in _ATOMS:
+        _check_is_read(row.name, content, row.value)
     file.write(position, [content])
     return position + len(content)
+
+
+def _check_is_read(name: str, content: memoryview, value: ObjectBytes) -> None:
+    """Raise if a value that is no pickle in terrazzo's own format could not be loaded again in this one."""
+    store = MemoryStore()
+    store.put("value", content)
+    try:
+        open_archive(Window(store, file_at(store, "value")), value_names())
+    except UnsafePickleError as error:
+        try:
+            decode(value.encoded())
+        except UnsupportedValueError:
+            return  # the planner has pickled it, which somebody allows
+        kind = type(value.value).__qualname__
+        raise UnsupportedValueError(
+            f"{name}: in PyTorch's format this {kind} would be a pickle that is not known to be plain data, and could "
+            "not be loaded again; store its plain parts, or save in terrazzo's own format"
+        ) from error
 
 
 def _location(where: Any) -> StorageInfo:

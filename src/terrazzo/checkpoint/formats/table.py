@@ -13,7 +13,7 @@ import torch
 
 from terrazzo.checkpoint.formats.stored import Asked, StoredBox, read_rows
 from terrazzo.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
-from terrazzo.checkpoint.native.objects import ObjectBytes
+from terrazzo.checkpoint.native.objects import EncodedBytes, ObjectBytes
 from terrazzo.checkpoint.native.root import FileEntry
 from terrazzo.checkpoint.native.rows import Target
 from terrazzo.checkpoint.stores import Entry, Place, Store
@@ -67,7 +67,7 @@ class BoxReader(TargetReader):
     def values(self, names: Sequence[str], allow_pickle: bool) -> Iterator[io.BytesIO]:
         for name in names:
             value = self.value(name)
-            yield value if isinstance(value, io.BytesIO) else ObjectBytes(value)
+            yield value if isinstance(value, EncodedBytes) else ObjectBytes(value)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -146,9 +146,9 @@ def replace_tensors(value: Any, replacement: Callable[[StoredTensor], Any]) -> A
         other.clear()
         other.update(items)
         return other
-    if type(value) in (list, tuple, set, frozenset):
+    if type(value) in (list, tuple):
         return type(value)(replace_tensors(item, replacement) for item in value)
-    return value
+    return unpickle.with_parts(value, lambda part: replace_tensors(part, replacement))
 
 
 def value_of(name: str, stored: io.BytesIO, allow_pickle: bool, permit: str) -> Any:

@@ -21,8 +21,8 @@ import pathlib
 import pickle
 import re
 from collections.abc import Callable, Mapping
+from datetime import date, datetime, timedelta, timezone
 from enum import Enum
-from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import IO, Any, ClassVar, Final
 
@@ -30,10 +30,12 @@ import numpy as np
 import torch
 
 from terrazzo.checkpoint.formats.pickle_check import checked_pickle
-from terrazzo.checkpoint.native.standard import imported_enum
+from terrazzo.checkpoint.native.standard import FACTORIES, imported_enum
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsafePickleError
 
-_SIMPLE = re.compile(r"[<>|=]?([biufcSU]\d+|\?)")
+_SIMPLE = re.compile(r"[<>|=]?([biufcSUV]\d+|\?)")
+_TIMES = re.compile(r"[<>|=]?[mM]8")
+_UNITS: Final = frozenset(("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as"))
 
 
 class Call:
@@ -105,11 +107,26 @@ def pickled(made_of: str, finish: Callable[[Any], Any]) -> type[Pickled]:
 
 def _dtype(self: Pickled) -> np.dtype[Any]:
     code = self.args[0] if self.args else None
-    if not isinstance(code, str) or _SIMPLE.fullmatch(code) is None:
+    state: Any = self.state if isinstance(self.state, tuple) else ()
+    if isinstance(code, str) and _TIMES.fullmatch(code) is not None:
+        dtype = np.dtype(code[-2:] + _unit(state))
+    elif isinstance(code, str) and _SIMPLE.fullmatch(code) is not None and not any(state[2:5]):
+        dtype = np.dtype(code)
+    else:
         raise UnsafePickleError(f"a pickle holds a NumPy value of type {code!r}; only plain numbers are read")
-    order: Any = self.state[1] if isinstance(self.state, tuple) and len(self.state) > 1 else "|"
-    dtype = np.dtype(code)
+    order: Any = state[1] if len(state) > 1 else "|"
     return dtype.newbyteorder(order) if order in ("<", ">") else dtype
+
+
+def _unit(state: Any) -> str:
+    """What NumPy's dates and differences of dates are counted in, as `np.dtype` reads it."""
+    (unit, number, *_) = state[8][1] if len(state) > 8 else ("generic", 1)
+    name = unit.decode() if isinstance(unit, bytes) else unit
+    if name == "generic":
+        return ""
+    if name not in _UNITS or type(number) is not int:
+        raise UnsafePickleError(f"a pickle holds NumPy dates that are counted in {unit!r}")
+    return f"[{number}{name}]"
 
 
 def _filled(self: Pickled) -> Any:
@@ -161,14 +178,57 @@ def _bytearray(*args: Any) -> Any:
 
 
 def _defaultdict(factory: Any = None, *rest: Any) -> Any:
-    if rest or not (factory is None or isinstance(factory, Call)):
-        raise UnsafePickleError("a pickle builds a defaultdict with an unknown factory")
-    kind = {id(PLAIN["builtins", name]): made for name, made in _FACTORIES.items()}.get(id(factory))
-    return collections.defaultdict(kind)
+    if factory is None and not rest:
+        return collections.defaultdict(None)
+    for name, made in FACTORIES.items():
+        if not rest and factory is PLAIN[made.__module__, name]:
+            return collections.defaultdict(made)
+    raise UnsafePickleError("a pickle builds a defaultdict with an unknown factory")
+
+
+def _deque(items: Any = (), maxlen: Any = None) -> Any:
+    if type(items) not in _ITEMS or not (maxlen is None or type(maxlen) is int):
+        raise UnsafePickleError(f"a pickle builds a deque from a {type(items).__name__}")
+    return collections.deque(items, maxlen)
+
+
+def _delta(*parts: Any) -> timedelta:
+    if any(type(part) is not int for part in parts):
+        raise UnsafePickleError("a pickle builds a timedelta from something else than days, seconds and microseconds")
+    return timedelta(*parts)
+
+
+def _zone(offset: Any, *name: Any) -> timezone:
+    if type(offset) is not timedelta or any(type(each) is not str for each in name):
+        raise UnsafePickleError("a pickle builds a timezone from something else than a timedelta")
+    return timezone(offset, *name)
+
+
+def _date(data: Any) -> date:
+    """From the bytes that it is pickled as, which its own constructor would take unchecked."""
+    if type(data) is not bytes or len(data) != 4:
+        raise UnsafePickleError("a pickle builds a date from something else than its four bytes")
+    return date(int.from_bytes(data[:2], "big"), data[2], data[3])
+
+
+def _datetime(data: Any, zone: Any = None) -> datetime:
+    if type(data) is not bytes or len(data) != 10 or not (zone is None or type(zone) is timezone):
+        raise UnsafePickleError("a pickle builds a datetime from something else than its ten bytes and a timezone")
+    day, fold = _date(data[:2] + bytes([data[2] & 127, data[3]])), data[2] >> 7
+    microsecond = int.from_bytes(data[7:], "big")
+    return datetime(day.year, day.month, day.day, data[4], data[5], data[6], microsecond, zone, fold=fold)
+
+
+def _bytes_io(self: Pickled) -> io.BytesIO:
+    data, position, attributes = self.state
+    if self.args or type(data) is not bytes or type(position) is not int or attributes:
+        raise UnsafePickleError("a pickle builds a BytesIO with something else than bytes")
+    made = io.BytesIO(data)
+    made.seek(position)
+    return made
 
 
 _ITEMS: Final = (list, tuple, dict)
-_FACTORIES: Final = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str}
 
 
 _TEXT: Final = _from(str, str)
@@ -203,6 +263,7 @@ PLAIN: Final[Names] = MappingProxyType(
         **{(module, name): made for module in ("pathlib", "pathlib._local") for name, made in _PATHS.items()},
         ("numpy", "dtype"): pickled("numpy.dtype", _dtype),
         ("numpy", "ndarray"): _ARRAY,
+        ("numpy", "memmap"): _ARRAY,  # becomes an array
         **{(f"{core}.multiarray", "_reconstruct"): Call(lambda *_: _ARRAY()) for core in _CORES},
         **{(f"{core}.multiarray", "scalar"): _SCALAR for core in _CORES},
         **{(f"{core}.numeric", "_frombuffer"): _FROM_BUFFER for core in _CORES},
@@ -210,7 +271,12 @@ PLAIN: Final[Names] = MappingProxyType(
         ("collections", "OrderedDict"): collections.OrderedDict,
         ("collections", "defaultdict"): Call(_defaultdict),
         ("collections", "Counter"): _from(collections.Counter, *_ITEMS),
-        ("collections", "deque"): _from(collections.deque, *_ITEMS),
+        ("collections", "deque"): Call(_deque),
+        ("datetime", "date"): Call(_date),
+        ("datetime", "datetime"): Call(_datetime),
+        ("datetime", "timedelta"): Call(_delta),
+        ("datetime", "timezone"): Call(_zone),
+        ("_io", "BytesIO"): pickled("io.BytesIO", _bytes_io),
         # Many training scripts store their arguments.
         ("argparse", "Namespace"): pickled("argparse.Namespace", lambda self: argparse.Namespace(**self.fields)),
         ("types", "SimpleNamespace"): pickled("types.SimpleNamespace", lambda self: SimpleNamespace(**self.fields)),
@@ -229,12 +295,17 @@ def _layout(name: str) -> torch.layout:
     return layout
 
 
-def _member(kind: type[Enum], value: Any) -> Enum:
-    """The member of an enum that has this value, without a call of the enum, which may have code for other values."""
-    for member in kind.__members__.values():
-        if type(member.value) is type(value) and member.value == value:
-            return member
-    raise UnsafePickleError(f"a pickle has a member of {kind.__qualname__} that this does not have")
+def _members(kind: type[Enum]) -> Callable[[Pickled], Enum]:
+    """Finds a member of an enum by its value, without a call of the enum, which may have code for other values."""
+
+    def member_of(self: Pickled) -> Enum:
+        (value,) = self.args
+        for member in kind.__members__.values():
+            if type(member.value) is type(value) and member.value == value:
+                return member
+        raise UnsafePickleError(f"a pickle has a member of {kind.__qualname__} that this does not have")
+
+    return member_of
 
 
 class _Unpickler(pickle.Unpickler):
@@ -248,7 +319,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = self._names.get((module, name))
         if found is None and (kind := imported_enum(module, name)) is not None:
-            found = Call(partial(_member, kind))
+            found = pickled(f"{module}.{name}", _members(kind))
         if found is None:
             raise UnsafePickleError(
                 f"{self._where}: the pickle refers to {module}.{name}, which is not known to be plain data, so it was "
@@ -328,10 +399,13 @@ def _check_tree(value: Any, nbytes: int, where: str) -> None:
 def _items_of(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return [*container.values(), *(key for key in container if isinstance(key, tuple))]
+    if isinstance(container, _NAMESPACES):
+        return list(vars(container).values())
     return list(container) if isinstance(container, _CONTAINERS) else []
 
 
-_CONTAINERS: Final = (dict, list, tuple, set, frozenset, collections.deque)
+_NAMESPACES: Final = (argparse.Namespace, SimpleNamespace)
+_CONTAINERS: Final = (dict, list, tuple, set, frozenset, collections.deque, *_NAMESPACES)
 _EXPANDED: Final = 16  # values for each byte of the pickle
 _DEEPEST: Final = 200  # as `terrazzo.checkpoint.native.objects`
 
@@ -355,7 +429,7 @@ def _finished(value: Any, seen: dict[int, Any]) -> Any:
         return result
     if isinstance(value, dict):
         seen[id(value)] = (value, value)
-        stale = [key for key in value if isinstance(key, (Pickled, tuple))]
+        stale = [key for key in value if isinstance(key, (Pickled, tuple, frozenset))]
         for key, item in value.items():
             value[key] = _finished(item, seen)
         if stale:
@@ -370,8 +444,28 @@ def _finished(value: Any, seen: dict[int, Any]) -> Any:
     if kind is tuple:
         result = tuple(_finished(item, seen) for item in value)
         result = value if all(a is b for a, b in zip(value, result, strict=True)) else result
-        seen[id(value)] = (value, result)
-        return result
+    else:
+        result = with_parts(value, lambda part: _finished(part, seen))
+    seen[id(value)] = (value, result)
+    return result
+
+
+def with_parts(value: Any, replacement: Callable[[Any], Any]) -> Any:
+    """A set, a deque, a slice or a namespace with each of its parts replaced; another value as it is.
+
+    >>> with_parts(collections.deque([1, 2], maxlen=4), str)
+    deque(['1', '2'], maxlen=4)
+    """
+    if type(value) in (set, frozenset):
+        return type(value)(replacement(item) for item in value)
+    if type(value) is collections.deque:
+        return collections.deque((replacement(item) for item in value), value.maxlen)
+    if type(value) is slice:
+        return slice(replacement(value.start), replacement(value.stop), replacement(value.step))
+    if type(value) in _NAMESPACES:
+        made = type(value)()
+        vars(made).update({name: replacement(item) for name, item in vars(value).items()})
+        return made
     return value
 
 

@@ -123,6 +123,10 @@ class ObjectBytes(io.BytesIO):
             super().seek(0)
 
 
+class EncodedBytes(io.BytesIO):
+    """Bytes that a custom planner encoded, which only it can read; a value that is a `BytesIO` is no such one."""
+
+
 def _filled_first(name: str) -> Any:
     """A method of `BytesIO`, for a value whose bytes are made when they are first asked for."""
 

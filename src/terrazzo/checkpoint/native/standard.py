@@ -21,7 +21,7 @@ from terrazzo.errors import UnsupportedValueError
 STANDARD: Final = 22  # [class, parts]
 MEMBER: Final = 23  # of an enum: [module, qualified name of the class, name of the member]
 
-_FACTORIES: Final[dict[str, Any]] = {
+FACTORIES: Final[dict[str, Any]] = {
     kind.__name__: kind
     for kind in (bool, int, float, complex, str, bytes, list, tuple, set, dict, OrderedDict, Counter)
 }
@@ -40,9 +40,9 @@ def _factory_name(items: defaultdict[Any, Any]) -> str | None:
     if factory is None:
         return None
     name = getattr(factory, "__name__", "")
-    if _FACTORIES.get(name) is not factory:
+    if FACTORIES.get(name) is not factory:
         raise UnsupportedValueError(
-            f"a defaultdict whose default_factory is {factory!r} has no typed form; it may be {', '.join(_FACTORIES)}"
+            f"a defaultdict whose default_factory is {factory!r} has no typed form; it may be {', '.join(FACTORIES)}"
         )
     return str(name)
 
@@ -81,7 +81,7 @@ _CODECS: Final[tuple[_Codec, ...]] = (
     (
         defaultdict,
         lambda v: [_factory_name(v), *_pairs(v)],
-        lambda v: defaultdict(None if v[0] is None else _FACTORIES[v[0]], _from_pairs(v[1:])),
+        lambda v: defaultdict(None if v[0] is None else FACTORIES[v[0]], _from_pairs(v[1:])),
     ),
     (Counter, _pairs, lambda v: Counter(_from_pairs(v))),
     (deque, lambda v: [v.maxlen, *v], lambda v: deque(v[1:], v[0])),
