@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import io
 import os
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrazzo.checkpoint.formats.stored import Asked, StoredBox, chunk_at, file_at, read_rows
-from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive, replace_tensors
+from terrazzo.checkpoint.formats.torch_archive import Archive, StoredTensor, open_archive, read_value, replace_tensors
 from terrazzo.checkpoint.formats.torch_save import UnwrittenTensor, write_archive
 from terrazzo.checkpoint.formats.windows import Window
 from terrazzo.checkpoint.native.tensors import bytes_of
@@ -105,6 +106,22 @@ def test_the_zip_form_may_be_anywhere_in_a_file(tmp_path: Path) -> None:
     data = stream.getvalue()
     (tmp_path / "a").write_bytes(b"before" + data + b"after")
     assert torch.equal(opened(tmp_path / "a", 6, len(data)).materialised(), torch.arange(5))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_tensors_in_any_container_are_read_and_storages_are_tensors(zipped: bool, tmp_path: Path) -> None:
+    value = {
+        "namespace": argparse.Namespace(x=torch.ones(2), empty=argparse.Namespace()),
+        "deque": collections.deque([torch.zeros(2)]),
+        "storage": torch.arange(3.0).untyped_storage(),
+        "typed": torch.arange(3.0).storage(),
+    }
+    torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    whole = Window(LocalStore(tmp_path), file_at(LocalStore(tmp_path), "a.pt"))
+    for back in (opened(tmp_path / "a.pt").materialised(), read_value(whole)):
+        assert torch.equal(back["namespace"].x, torch.ones(2)) and vars(back["namespace"].empty) == {}
+        assert torch.equal(back["deque"][0], torch.zeros(2)) and torch.equal(back["typed"], torch.arange(3.0))
+        assert torch.equal(back["storage"].view(torch.float32), torch.arange(3.0))
 
 
 def test_two_tensors_on_one_storage_are_both_read(tmp_path: Path) -> None:

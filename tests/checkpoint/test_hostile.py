@@ -10,7 +10,6 @@ import io
 import json
 import os
 import pickle
-import pickletools
 import struct
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from typer.testing import CliRunner
 
 import terrazzo
 from checkpoint.formats.deepspeed.made import FROZEN, SHAPES, state_of
-from checkpoint.fuzz import bounded
+from checkpoint.fuzz import asked_for_too_much, bounded
 from terrazzo.checkpoint import (
     Checkpoint,
     CheckpointManager,
@@ -41,7 +40,8 @@ from terrazzo.checkpoint import (
 )
 from terrazzo.checkpoint.formats import DCPWriter, HuggingFaceWriter, detect
 from terrazzo.checkpoint.formats.convert import convert
-from terrazzo.checkpoint.formats.pickle_check import checked_pickle
+from terrazzo.checkpoint.formats.dcp_metadata import parse
+from terrazzo.checkpoint.formats.torch_archive import TORCH_NAMES
 from terrazzo.checkpoint.formats.unpickle import load_tree, loads
 from terrazzo.checkpoint.manager.records import KEPT, read_reasons
 from terrazzo.checkpoint.metadata import MetadataIndex
@@ -59,6 +59,7 @@ from terrazzo.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
     TerrazzoError,
+    UnsafePickleError,
     UnsupportedValueError,
 )
 from terrazzo.publish import Publisher, Receiver
@@ -91,27 +92,6 @@ def test_files_made_by_hand_or_changed_at_random_give_typed_errors(cases: int) -
 
 # ------------------------------------------------------------------ pickles
 
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: (
-        st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.tuples(st.integers()), inner)
-    ),
-    max_leaves=20,
-)
-
-
-@given(PLAIN, st.integers(0, pickle.HIGHEST_PROTOCOL), st.binary(max_size=20))
-def test_pickles_of_plain_values_pass_the_check(value: Any, protocol: int, rest: bytes) -> None:
-    data = pickle.dumps(value, protocol)
-    file = io.BytesIO(data + rest)
-    assert checked_pickle(file, "test") == data and file.read() == rest
-
-
-def test_every_opcode_is_known() -> None:
-    from terrazzo.checkpoint.formats.pickle_check import _OPCODES
-
-    assert {ord(op.code) for op in pickletools.opcodes} == set(_OPCODES)
-
 
 def shared_lists(levels: int) -> bytes:
     """Lists that hold the one before twice."""
@@ -128,12 +108,55 @@ def shared_tuples_as_key(levels: int) -> bytes:
     return data + b"Ns" + STOP
 
 
+def called(module: str, name: str, *arguments: bytes) -> bytes:
+    """A pickle that calls a function with what these opcodes make."""
+    return b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"(" + b"".join(arguments) + b"tR."
+
+
+# A list whose text has 2^60 parts.
+ENDLESS = b"]q\x00" + b"".join(b"0]q%c(h%ch%ce" % (level, level - 1, level - 1) for level in range(1, 60))
+DEEP_KEY = b")" + b"\x85" * 200_000
+TEXT = b"X\x01\x00\x00\x00a"
+NAME = b"X\x07\x00\x00\x00storage"
+
 EXHAUSTING = {
-    "a memo of 32 GB": b"\x80\x02Nr\xff\xff\xff\xffq\x00.",
     "a deep tuple as a key": b"\x80\x02}" + b")" + b"\x85" * 200_000 + b"Ns.",
     "shared tuples as a key": shared_tuples_as_key(60),
     "text of 2^60 bytes": b"\x80\x04\x8d" + struct.pack("<Q", 2**60) + b"x.",
-    "a memo by decimal number": b"\x80\x02Np999999999999\n.",
+    "bytes of 2^60": b"\x80\x05\x8e" + struct.pack("<Q", 2**60) + b"x.",
+    "a frame of 2^60": b"\x80\x04\x95" + struct.pack("<Q", 2**60) + b"x.",
+    "a bytearray of 2^60": b"\x80\x05\x96" + struct.pack("<Q", 2**60) + b"x.",
+    "a deep tuple in a set": b"\x80\x04\x8f(" + DEEP_KEY + b"\x90.",
+    "a deep tuple in a frozenset": b"\x80\x04(" + DEEP_KEY + b"\x91.",
+    "a deep tuple in a dict of protocol 0": b"(" + DEEP_KEY + b"Nd.",
+    "a deep tuple as one of some keys": b"\x80\x02}(" + DEEP_KEY + b"Nu.",
+    **{
+        f"a deep tuple for {name}": called(module, name, b"](" + DEEP_KEY + b"e")
+        for module, name in (("builtins", "set"), ("builtins", "frozenset"), ("collections", "Counter"))
+    },
+    "a deep tuple for OrderedDict": called("collections", "OrderedDict", b"](" + DEEP_KEY + b"N\x86e"),
+    "a long key, often": b"\x80\x02}((" + b"K\x01" * 20_000 + b"tq\x00N" + b"h\x00N" * 20_000 + b"u.",
+    "an unknown encoding": called("_codecs", "encode", TEXT, ENDLESS),
+    "an unknown layout": called("torch.serialization", "_get_layout", ENDLESS),
+    "an unknown dtype": b"\x80\x02cnumpy\ndtype\n" + ENDLESS + b"\x85RNb.",
+    "a Namespace with such a name": b"\x80\x02cargparse\nNamespace\n)R}" + ENDLESS + b"\x85Nsb.",
+    "parts of a path": called("pathlib", "PosixPath", ENDLESS),
+    "a reference to data": b"\x80\x02" + ENDLESS + b"Q.",
+    "a reference to an unknown kind of data": b"\x80\x02(" + ENDLESS + b"NNNNtQ.",
+    "a key of a storage": b"\x80\x02(" + NAME + b"ctorch\nFloatStorage\n" + ENDLESS + b"NK\x01tQ.",
+    "a mark of a tensor": called(
+        "torch._utils",
+        "_rebuild_tensor_v2",
+        b"(",
+        NAME,
+        b"ctorch\nFloatStorage\n",
+        TEXT,
+        b"NNtQK\x00))NN]",
+        ENDLESS,
+        b"a",
+    ),
+    "an object without a state": b"\x80\x02cnumpy\ndtype\nX\x02\x00\x00\x00f4\x85R.",
+    "an object in its own state": b"\x80\x02cnumpy\ndtype\nX\x02\x00\x00\x00f4\x85Rq\x00h\x00b.",
     "an unknown opcode": b"\x80\x02\xff.",
     "nothing": b"",
 }
@@ -142,8 +165,46 @@ EXHAUSTING = {
 @pytest.mark.parametrize("data", EXHAUSTING.values(), ids=EXHAUSTING.keys())
 def test_pickles_that_would_exhaust_the_unpickler(data: bytes) -> None:
     start = time.process_time()
-    with pytest.raises(CheckpointCorruptError):
-        loads(data, "test")
+    with bounded(), pytest.raises((CheckpointCorruptError, UnsafePickleError)) as raised:
+        loads(data, "test", names=TORCH_NAMES)
+    assert not asked_for_too_much(raised.value) and len(str(raised.value)) < 1000
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize("place", [b"r\xff\xff\xff\xff", b"p999999999999\n"])
+def test_the_places_of_a_memo_take_no_memory(place: bytes) -> None:
+    with bounded():
+        assert loads(b"\x80\x02N" + place + b"q\x00.", "test") is None
+
+
+def of_metadata(name: str, **state: bytes) -> bytes:
+    """A pickle with an object of PyTorch's metadata whose state these opcodes make."""
+    fields = b"".join(b"X" + struct.pack("<I", len(key)) + key.encode() + value for key, value in state.items())
+    return b"\x80\x02ctorch.distributed.checkpoint.metadata\n" + name.encode() + b"\n)\x81}(" + fields + b"ub."
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        of_metadata("MetadataIndex", fqn=ENDLESS),
+        of_metadata("MetadataIndex", fqn=TEXT, index=ENDLESS),
+        of_metadata("TensorProperties", dtype=ENDLESS, layout=ENDLESS, requires_grad=b"N"),
+        of_metadata("ChunkStorageMetadata", offsets=ENDLESS, sizes=ENDLESS),
+        of_metadata(
+            "Metadata", state_dict_metadata=b"}", storage_data=b"}", planner_data=b"}" + TEXT + ENDLESS + b"\x85s"
+        ),
+        of_metadata("MetadataIndex", fqn=TEXT)
+        .replace(b".metadata\nMetadataIndex", b".filesystem\n_StorageInfo")
+        .replace(
+            b"\x03\x00\x00\x00fqn" + TEXT,
+            b"\x0d\x00\x00\x00relative_path" + ENDLESS + b"X\x06\x00\x00\x00offsetK\x00X\x06\x00\x00\x00lengthK\x00",
+        ),
+    ],
+)
+def test_metadata_whose_values_have_no_end(data: bytes) -> None:
+    start = time.process_time()
+    with bounded(), pytest.raises(CheckpointError):
+        parse(data, "test")
     assert time.process_time() - start < 1
 
 
@@ -151,6 +212,11 @@ def test_pickles_whose_values_have_no_end() -> None:
     start = time.process_time()
     with pytest.raises(CheckpointCorruptError, match="too often"):
         load_tree(io.BytesIO(shared_lists(60)), "test")
+    namespace = b"\x80\x02]cargparse\nNamespace\n)R}" + TEXT + ENDLESS + b"sba."
+    with pytest.raises(CheckpointCorruptError, match="too often"):
+        load_tree(io.BytesIO(namespace), "test")
+    with pytest.raises(UnsafePickleError, match="slice"):
+        load_tree(io.BytesIO(called("builtins", "slice", ENDLESS)), "test")
     itself: list[Any] = []
     itself.append(itself)
     deep = b"\x80\x02" + b"]" * 900 + b"a" * 899 + STOP

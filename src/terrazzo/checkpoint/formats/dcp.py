@@ -26,7 +26,7 @@ from terrazzo.checkpoint.formats.registry import check_is_found, import_all
 from terrazzo.checkpoint.formats.source import Source, copy_checkpoint
 from terrazzo.checkpoint.formats.stored import StoredBox, file_at
 from terrazzo.checkpoint.formats.table import TableReader
-from terrazzo.checkpoint.formats.torch_archive import StoredTensor, open_archive, value_names
+from terrazzo.checkpoint.formats.torch_archive import StoredTensor, open_archive, read_value
 from terrazzo.checkpoint.formats.torch_save import write_archive
 from terrazzo.checkpoint.formats.windows import Header, Value, Window, check_file, is_archive, read_header
 from terrazzo.checkpoint.metadata import (
@@ -103,7 +103,7 @@ class DCPReader(TableReader):
         location = self._location(MetadataIndex(name))
         window = self._window(location, name)
         if is_archive(window):
-            return open_archive(window, value_names()).materialised()
+            return read_value(window)
         return EncodedBytes(window.read(0, window.length))
 
     @classmethod
@@ -378,7 +378,7 @@ def _check_is_read(name: str, content: memoryview, value: ObjectBytes) -> None:
     store = MemoryStore()
     store.put("value", content)
     try:
-        open_archive(Window(store, file_at(store, "value")), value_names())
+        open_archive(Window(store, file_at(store, "value")))
     except UnsafePickleError as error:
         try:
             decode(value.encoded())

@@ -5,7 +5,6 @@ It becomes terrazzo's `Metadata`. For writing, PyTorch's own classes are created
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -16,7 +15,7 @@ import torch
 
 from terrazzo._torch.replaced import originals
 from terrazzo.checkpoint.filesystem import CURRENT_DCP_VERSION
-from terrazzo.checkpoint.formats.unpickle import PLAIN, Call, Names, Pickled, load_tree, pickled
+from terrazzo.checkpoint.formats.unpickle import PLAIN, Instance, Names, check_tree, fields, loads, text
 from terrazzo.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -41,46 +40,55 @@ VERSION: Final = CURRENT_DCP_VERSION
 # ------------------------------------------------------------------ reading
 
 
-def _properties(self: Pickled) -> TensorProperties:
-    if isinstance(self.state, tuple) and len(self.state) >= 3:
-        dtype, layout, requires_grad = self.state[:3]
+def _properties(args: Any, state: Any) -> TensorProperties:
+    if isinstance(state, tuple) and len(state) >= 3:
+        dtype, layout, requires_grad = state[:3]
     else:
-        dtype, layout, requires_grad = (self.fields[name] for name in ("dtype", "layout", "requires_grad"))
+        dtype, layout, requires_grad = (fields(state)[name] for name in ("dtype", "layout", "requires_grad"))
     if not isinstance(dtype, torch.dtype) or layout is not torch.strided:
-        raise CheckpointFormatError(f"a tensor of dtype {dtype} and layout {layout} cannot be read")
+        raise CheckpointFormatError("a tensor whose dtype or layout is none that can be read")
     return TensorProperties(dtype, layout, bool(requires_grad))
 
 
-def _tensor(self: Pickled) -> TensorStorageMetadata:
-    chunks = [_typed(chunk, ChunkStorageMetadata) for chunk in _listed(self.fields["chunks"])]
-    properties = _typed(self.fields["properties"], TensorProperties)
-    return TensorStorageMetadata(properties, _size(self.fields["size"]), chunks)
+def _chunk(args: Any, state: Any) -> ChunkStorageMetadata:
+    found = fields(state)
+    return ChunkStorageMetadata(_size(found["offsets"]), _size(found["sizes"]))
 
 
-def _index(self: Pickled) -> MetadataIndex:
-    offset = self.fields.get("offset")
-    return MetadataIndex(str(self.fields["fqn"]), None if offset is None else _size(offset), self.fields.get("index"))
+def _tensor(args: Any, state: Any) -> TensorStorageMetadata:
+    found = fields(state)
+    chunks = [_typed(chunk, ChunkStorageMetadata) for chunk in _listed(found["chunks"])]
+    return TensorStorageMetadata(_typed(found["properties"], TensorProperties), _size(found["size"]), chunks)
 
 
-def _location(self: Pickled) -> StorageInfo:
-    file, offset, length = (self.fields[name] for name in ("relative_path", "offset", "length"))
-    if not isinstance(file, str) or not is_plain_name(file):
+def _index(args: Any, state: Any) -> MetadataIndex:
+    found = fields(state)
+    offset, index = found.get("offset"), found.get("index")
+    if index is not None and type(index) is not int:
+        raise CheckpointCorruptError("the index of a chunk is not a number")
+    return MetadataIndex(text(found["fqn"]), None if offset is None else _size(offset), index)
+
+
+def _location(args: Any, state: Any) -> StorageInfo:
+    found = fields(state)
+    file, offset, length = text(found["relative_path"]), found["offset"], found["length"]
+    if not is_plain_name(file):
         raise CheckpointCorruptError(f"the metadata name the file {file!r}, which is outside of its folder")
     if type(offset) is not int or type(length) is not int or not 0 <= offset < 1 << 62 or not 0 <= length < 1 << 62:
-        raise CheckpointCorruptError(f"the metadata name the bytes {offset!r}, {length!r} of {file!r}")
-    transforms = self.fields.get("transform_descriptors") or ()
-    return StorageInfo(file, offset, length, tuple(map(str, _listed(transforms))))
+        raise CheckpointCorruptError(f"the metadata name bytes of {file!r} that cannot be")
+    return StorageInfo(file, offset, length, tuple(map(text, _listed(found.get("transform_descriptors") or ()))))
 
 
-def _storage_meta(self: Pickled) -> StorageMeta:
-    modules = list(_listed(self.fields.get("modules") or ()))
-    return StorageMeta(self.fields.get("checkpoint_id"), self.fields.get("save_id"), None, modules)
+def _storage_meta(args: Any, state: Any) -> StorageMeta:
+    found = fields(state)
+    modules = list(map(text, _listed(found.get("modules") or ())))
+    return StorageMeta(found.get("checkpoint_id"), found.get("save_id"), None, modules)
 
 
-def _metadata(self: Pickled) -> Metadata:
-    rest = {name: self.fields.get(name) for name in ("storage_data", "storage_meta", "version")}
-    entries = _entries(self.fields["state_dict_metadata"])
-    return Metadata(entries, planner_data=_paths(self.fields.get("planner_data")), **rest)
+def _metadata(args: Any, state: Any) -> Metadata:
+    found = fields(state)
+    rest = [found.get(name) for name in ("planner_data", "storage_data", "storage_meta", "version")]
+    return Metadata(_entries(found["state_dict_metadata"]), *rest)
 
 
 def _listed(items: Any) -> Sequence[Any]:
@@ -137,29 +145,30 @@ def _typed(value: Any, kind: type) -> Any:
     return value
 
 
+def _number(number: Any) -> Any:
+    """A memory format, which is not used."""
+    return number
+
+
 _MODULES: Final = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.checkpoint.metadata")
-_PROPERTIES: Final = pickled("TensorProperties", _properties)
-_LOCATION: Final = pickled("_StorageInfo", _location)
-_NUMBER: Final = Call(lambda number: number)  # memory formats are not used
+_PROPERTIES: Final = Instance(_properties)
+_LOCATION: Final = Instance(_location)
 _CLASSES: Final = {
-    "Metadata": pickled("Metadata", _metadata),
-    "TensorStorageMetadata": pickled("TensorStorageMetadata", _tensor),
+    "Metadata": Instance(_metadata),
+    "TensorStorageMetadata": Instance(_tensor),
     "TensorProperties": _PROPERTIES,
-    "ChunkStorageMetadata": pickled(
-        "ChunkStorageMetadata",
-        lambda self: ChunkStorageMetadata(_size(self.fields["offsets"]), _size(self.fields["sizes"])),
-    ),
-    "BytesStorageMetadata": pickled("BytesStorageMetadata", lambda self: BytesStorageMetadata()),
-    "MetadataIndex": pickled("MetadataIndex", _index),
-    "StorageMeta": pickled("StorageMeta", _storage_meta),
-    "_MEM_FORMAT_ENCODING": _NUMBER,
+    "ChunkStorageMetadata": Instance(_chunk),
+    "BytesStorageMetadata": lambda: BytesStorageMetadata(),
+    "MetadataIndex": Instance(_index),
+    "StorageMeta": Instance(_storage_meta),
+    "_MEM_FORMAT_ENCODING": _number,
 }
 _NAMES: Final[Names] = MappingProxyType(
     {
         **PLAIN,
         **{(module, name): made for module in _MODULES for name, made in _CLASSES.items()},
         ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _PROPERTIES,
-        ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _NUMBER,
+        ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _number,
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _LOCATION,
         ("torch.distributed._shard.checkpoint.filesystem", "_StorageInfo"): _LOCATION,
     }
@@ -168,9 +177,12 @@ _NAMES: Final[Names] = MappingProxyType(
 
 def parse(data: bytes | bytearray, where: str) -> Metadata:
     """The contents of a `.metadata` file."""
-    metadata = load_tree(io.BytesIO(data), where, names=_NAMES)
+    metadata = loads(data, where, names=_NAMES)
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise CheckpointFormatError(f"{where}: not the metadata of a torch DCP checkpoint")
+    about = _typed(metadata.storage_meta or StorageMeta(), StorageMeta)
+    check_tree([metadata.planner_data, metadata.version, about.checkpoint_id, about.save_id], len(data), where)
+    metadata.planner_data = _paths(metadata.planner_data)
     for index, location in metadata.storage_data.items():
         _typed(index, MetadataIndex)
         _typed(location, StorageInfo)

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import copy
 import io
+from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Final
 
 import msgspec
 import torch
 
 from terrazzo.checkpoint.formats import unpickle
 from terrazzo.checkpoint.formats.stored import Asked, StoredBox, chunk_at, file_at, read_rows
-from terrazzo.checkpoint.formats.unpickle import Call, Pickled
-from terrazzo.checkpoint.formats.windows import Window, WindowStream, ZipDirectory, is_zip
+from terrazzo.checkpoint.formats.unpickle import OUTSIDE, Names, text
+from terrazzo.checkpoint.formats.windows import PickleStream, Window, ZipDirectory, is_zip
 from terrazzo.checkpoint.native.objects import ObjectBytes
 from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.checkpoint.stores.memory import MemoryStore
@@ -35,32 +38,16 @@ _REPEATED: Final = 1024  # times that any larger tensor may repeat its bytes, wi
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
-    """A run of bytes that tensors are views of."""
-
-    key: str
-    dtype: torch.dtype
-    numel: int
-    start: int = 0  # where it begins in the bytes of its key, for views of storages in the legacy form
-
-    def __setstate__(self, state: Any) -> None:
-        raise UnsafePickleError("a pickle tries to change a storage")
-
-
-@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in an archive: the bytes that it consists of."""
 
-    storage: Storage
+    key: str  # of the storage
     dtype: torch.dtype
-    offset: int  # in elements
+    start: int  # in the bytes of the storage
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     is_parameter: bool = False
     requires_grad: bool = False
-
-    def __setstate__(self, state: Any) -> None:
-        raise UnsafePickleError("a pickle tries to change a tensor")
 
 
 class Archive:
@@ -82,11 +69,10 @@ class Archive:
 
         An expanded tensor may be of any size, with strides of 0; raises if it is beyond all measure.
         """
-        start, nbytes, crc = self._extent(tensor.storage.key)
-        at = tensor.storage.start + tensor.offset * tensor.dtype.itemsize
-        file, first, strides = self._file, self._start + start + at, tensor.strides
-        chunk = chunk_at(name, file, first, tensor.dtype, tensor.shape, strides, crc)
-        if chunk.nbytes and at + chunk.nbytes > nbytes:
+        start, nbytes, crc = self._extent(tensor.key)
+        first = self._start + start + tensor.start
+        chunk = chunk_at(name, self._file, first, tensor.dtype, tensor.shape, tensor.strides, crc)
+        if chunk.nbytes and tensor.start + chunk.nbytes > nbytes:
             raise CheckpointCorruptError(
                 f"{self.where}: a tensor of shape {tensor.shape} is larger than the storage that holds it"
             )
@@ -120,6 +106,10 @@ class Archive:
 
     def read(self, value: Any) -> Any:
         """A part of the saved value with its tensors read, which share no memory."""
+        return replace_tensors(value, self.reader())
+
+    def reader(self) -> Callable[[StoredTensor], torch.Tensor]:
+        """A function that reads tensors of one value, which together must not repeat the file's bytes too often."""
         left = self._nbytes * _SHARED + _EXPANDED
 
         def tensor(stored: StoredTensor) -> torch.Tensor:
@@ -129,15 +119,13 @@ class Archive:
                 raise CheckpointCorruptError(f"{self.where}: its tensors repeat the same bytes too often")
             return self.tensor(stored)
 
-        return replace_tensors(value, tensor)
+        return tensor
 
 
 def replace_tensors(value: Any, replacement: Callable[[StoredTensor], Any]) -> Any:
     """A copy of the containers in `value`, with each `StoredTensor` replaced."""
     if isinstance(value, StoredTensor):
         return replacement(value)
-    if isinstance(value, _Late):
-        return value.made(lambda part: replace_tensors(part, replacement))
     if isinstance(value, dict):
         items = [(replace_tensors(key, replacement), replace_tensors(item, replacement)) for key, item in value.items()]
         if type(value) is dict:
@@ -146,9 +134,13 @@ def replace_tensors(value: Any, replacement: Callable[[StoredTensor], Any]) -> A
         other.clear()
         other.update(items)
         return other
-    if type(value) in (list, tuple):
+    if isinstance(value, Namespace | SimpleNamespace):
+        return type(value)(**replace_tensors(vars(value), replacement))
+    if type(value) is deque:
+        return deque((replace_tensors(item, replacement) for item in value), value.maxlen)
+    if type(value) in (list, tuple, set, frozenset):
         return type(value)(replace_tensors(item, replacement) for item in value)
-    return unpickle.with_parts(value, lambda part: replace_tensors(part, replacement))
+    return value
 
 
 def value_of(name: str, stored: io.BytesIO, allow_pickle: bool, permit: str) -> Any:
@@ -161,7 +153,7 @@ def value_of(name: str, stored: io.BytesIO, allow_pickle: bool, permit: str) -> 
         store = MemoryStore()
         stored.seek(0)
         store.put("value", stored.read())
-        return open_archive(Window(store, file_at(store, "value")), value_names()).materialised()
+        return read_value(Window(store, file_at(store, "value")))
     except Exception as error:
         raise UnsupportedValueError(
             f"{name}: the stored bytes cannot be read as a value ({error}); if they are a pickle and you trust the "
@@ -169,125 +161,40 @@ def value_of(name: str, stored: io.BytesIO, allow_pickle: bool, permit: str) -> 
         ) from error
 
 
-def open_archive(window: Window, names: unpickle.Names | None = None) -> Archive:
+def open_archive(window: Window, names: Names | None = None) -> Archive:
     """Open a file of `torch.save` in a window of a file; its pickle may refer to `names`, default `TORCH_NAMES`."""
-    opened = _open_zip if is_zip(window) else _open_legacy
-    return opened(window, TORCH_NAMES if names is None else names)
+    names = TORCH_NAMES if names is None else names
+    if not is_zip(window):
+        return _open_legacy(window, names)
+    directory = _little_endian(window)
+    return Archive(window, _unpickled(directory, window, names), directory.extent)
 
 
-# ------------------------------------------------------------------ the zip form
+def read_value(window: Window) -> Any:
+    """The value of a file of `torch.save`, with its tensors.
+
+    In the zip form it may also have sparse tensors, and what the program allows by torch's `add_safe_globals`. These
+    are made of tensors, so each tensor is read where the pickle has it.
+    """
+    if not is_zip(window):
+        return open_archive(window).materialised()
+    directory = _little_endian(window)
+    read = Archive(window, None, directory.extent).reader()
+    allowed: dict[tuple[str, str], Any] = {}
+    for each in torch.serialization.get_safe_globals():
+        makes, path = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
+        parts = path.split(".")  # a class in another one has dots in its name, too
+        allowed |= {(".".join(parts[:n]), ".".join(parts[n:])): makes for n in range(1, len(parts))}
+    made_of_tensors = {name: partial(_read_at_once, read, rebuild) for name, rebuild in _TENSORS.items()}
+    names = {**allowed, **TORCH_NAMES, **made_of_tensors, ("torch._utils", "_rebuild_sparse_tensor"): _sparse}
+    classes = frozenset(each for each in allowed.values() if isinstance(each, type))
+    return replace_tensors(_unpickled(directory, window, names, classes), read)  # storages are still to be read
 
 
-def _open_zip(window: Window, names: unpickle.Names) -> Archive:
-    directory = ZipDirectory(window)
-    if "byteorder" in directory.records and directory.read("byteorder") != b"little":
-        raise CheckpointFormatError(f"{window.where}: written on a big-endian machine")
-
-    def extent(key: str) -> tuple[int, int, int]:
-        name = f"data/{key}"
-        record = directory.records.get(name)
-        if record is None:
-            raise CheckpointCorruptError(f"{window.where}: the storage {key!r} is missing from the archive")
-        return directory.start_of(name), record.file_size, record.CRC
-
-    value = unpickle.load_tree(
-        io.BytesIO(directory.read("data.pkl")), window.where, names=names, persistent=_storage_from_id
-    )
-    return Archive(window, value, extent)
-
-
-def _storage_from_id(pid: Any) -> Storage:
-    """The storage of a persistent id of `torch.save`: ("storage", type, key, location, numel[, view])."""
-    if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] not in ("storage", b"storage"):
-        raise CheckpointCorruptError(f"a pickle refers to outside data in an unknown way: {pid!r}")
-    _, kind, key, _, numel, *view = pid
-    if not isinstance(kind, _StorageType) or not isinstance(numel, int):
-        raise UnsafePickleError("a pickle refers to a storage of an unknown type")
-    start = 0
-    if view and view[0] is not None:
-        _, first, numel = view[0]
-        if type(first) is not int or type(numel) is not int or not 0 <= first < _LARGEST:
-            raise CheckpointCorruptError("a pickle refers to a part of a storage that cannot be")
-        start = first * kind.dtype.itemsize
-    return Storage(str(key), kind.dtype, numel, start)
-
-
-# ------------------------------------------------------------------ the legacy form
-
-
-def _open_legacy(window: Window, names: unpickle.Names) -> Archive:
-    """Four pickles, a pickle with the storages' keys, then each storage: its number of elements and its bytes."""
-    stream = io.BufferedReader(WindowStream(window))
-    for expected in (_LEGACY_MAGIC, _LEGACY_PROTOCOL):
-        try:
-            found = unpickle.load(stream, window.where)
-        except CheckpointCorruptError as error:
-            raise CheckpointFormatError(f"{window.where}: not a file of torch.save") from error
-        if found != expected:
-            raise CheckpointFormatError(f"{window.where}: not a file of torch.save")
-    system = unpickle.load(stream, window.where)
-    if not isinstance(system, dict) or not system.get("little_endian", False):
-        raise CheckpointFormatError(f"{window.where}: written on a big-endian machine")
-    itemsizes: dict[str, int] = {}
-
-    def storage(pid: Any) -> Storage:
-        found = _storage_from_id(pid)
-        itemsizes[found.key] = found.dtype.itemsize
-        return found
-
-    value = unpickle.load_tree(stream, window.where, names=names, persistent=storage)
-    keys = unpickle.load(stream, window.where)
-    if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise CheckpointCorruptError(f"{window.where}: the list of storages is not a list of names")
-    extents: dict[str, tuple[int, int, int]] = {}
-    position = stream.tell()
-    for key in keys:
-        numel = int.from_bytes(window.read(position, 8), "little", signed=True)
-        nbytes = numel * itemsizes.get(str(key), 1)
-        extents[str(key)] = (position + 8, nbytes, 0)
-        position += 8 + nbytes
-
-    def extent(key: str) -> tuple[int, int, int]:
-        if key not in extents:
-            raise CheckpointCorruptError(f"{window.where}: the storage {key!r} is missing from the file")
-        return extents[key]
-
-    return Archive(window, value, extent)
-
-
-# ------------------------------------------------------------------ what is made of tensors
-
-
-class _Late(Pickled):
-    """What a function or a class makes of parts among which are tensors, so that they have to be read first."""
-
-    __slots__ = ("called",)
-    makes: ClassVar[Any]
-
-    def __init__(self, *args: Any) -> None:  # not if the pickle calls only `__new__`
-        super().__init__(*args)
-        self.called = True
-
-    def made(self, read: Callable[[Any], Any]) -> Any:
-        """The value; `read` replaces tensors in its parts."""
-        makes, args, state = type(self).makes, read(self.args), read(self.state)
-        try:
-            value = makes(*args) if hasattr(self, "called") else makes.__new__(makes, *args)
-            if state is None:
-                return value
-            if hasattr(value, "__setstate__"):
-                value.__setstate__(state)
-            else:  # as `pickle` does: a dict, or one and the slots
-                for attributes in state if isinstance(state, tuple) else (state,):
-                    for name, attribute in (attributes or {}).items():
-                        object.__setattr__(value, name, attribute)
-        except Exception as error:  # of bytes that somebody made
-            raise CheckpointCorruptError(f"a pickled {self.made_of} cannot be made: {error}") from error
-        return value
-
-
-def _late(made_of: str, makes: Callable[..., Any]) -> type[_Late]:
-    return type(made_of, (_Late,), {"__slots__": (), "made_of": made_of, "makes": staticmethod(makes)})
+def _read_at_once(read: Callable[[StoredTensor], torch.Tensor], rebuild: Callable[..., Any], *args: Any) -> Any:
+    if rebuild is _rebuild_parameter:  # of a tensor that has been read
+        return torch.nn.Parameter(args[0], bool(args[1]))
+    return read(rebuild(*args))
 
 
 def _sparse(layout: Any, parts: Any) -> torch.Tensor:
@@ -300,32 +207,74 @@ def _sparse(layout: Any, parts: Any) -> torch.Tensor:
     return torch.sparse_compressed_tensor(compressed, plain, values, size, layout=layout, check_invariants=True)
 
 
-def value_names() -> unpickle.Names:
-    """What a value may be made of: also sparse tensors, and what a program allows by torch's `add_safe_globals`."""
-    allowed: dict[tuple[str, str], Any] = {}
-    for each in torch.serialization.get_safe_globals():
-        makes, path = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
-        parts = path.split(".")  # a class in another one has dots in its name, too
-        kind = _late(path, makes)
-        allowed |= {(".".join(parts[:n]), ".".join(parts[n:])): kind for n in range(1, len(parts))}
-    return {**allowed, **TORCH_NAMES, ("torch._utils", "_rebuild_sparse_tensor"): _late("a sparse tensor", _sparse)}
+def _little_endian(window: Window) -> ZipDirectory:
+    directory = ZipDirectory(window)
+    if "byteorder" in directory.records and directory.read("byteorder") != b"little":
+        raise CheckpointFormatError(f"{window.where}: written on a big-endian machine")
+    return directory
+
+
+def _unpickled(directory: ZipDirectory, window: Window, names: Names, trusted: frozenset[type] = frozenset()) -> Any:
+    return unpickle.load_tree(io.BytesIO(directory.read("data.pkl")), window.where, names, trusted)
+
+
+def _open_legacy(window: Window, names: Names) -> Archive:
+    """Four pickles, a pickle with the storages' keys, then each storage: its number of elements and its bytes."""
+    stream = PickleStream(window)
+    try:
+        heads = [unpickle.load(stream, window.where) for _ in range(2)]
+    except CheckpointCorruptError as error:
+        raise CheckpointFormatError(f"{window.where}: not a file of torch.save") from error
+    if heads != [_LEGACY_MAGIC, _LEGACY_PROTOCOL]:
+        raise CheckpointFormatError(f"{window.where}: not a file of torch.save")
+    system = unpickle.load(stream, window.where)
+    if not isinstance(system, dict) or not system.get("little_endian", False):
+        raise CheckpointFormatError(f"{window.where}: written on a big-endian machine")
+    itemsizes: dict[str, int] = {}
+
+    def storage(pid: Any) -> StoredTensor:
+        found = _storage_from_id(pid)
+        itemsizes[found.key] = found.dtype.itemsize
+        return found
+
+    value = unpickle.load_tree(stream, window.where, {**names, OUTSIDE: storage})
+    keys = unpickle.load(stream, window.where)
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        raise CheckpointCorruptError(f"{window.where}: the list of storages is not a list of names")
+    extents: dict[str, tuple[int, int, int]] = {}
+    position = stream.tell()
+    for key in keys:
+        nbytes = int.from_bytes(window.read(position, 8), "little", signed=True) * itemsizes.get(key, 1)
+        extents[key] = (position + 8, nbytes, 0)
+        position += 8 + nbytes
+
+    def extent(key: str) -> tuple[int, int, int]:
+        if key not in extents:
+            raise CheckpointCorruptError(f"{window.where}: the storage {key!r} is missing from the file")
+        return extents[key]
+
+    return Archive(window, value, extent)
 
 
 # ------------------------------------------------------------------ names in torch's pickles
 
-
-@dataclass(frozen=True, slots=True)
-class _StorageType:
-    """`torch.FloatStorage` and its like, which say the dtype of a storage."""
-
-    dtype: torch.dtype
-
-    def __setstate__(self, state: Any) -> None:
-        raise UnsafePickleError("a pickle tries to change a storage type")
-
-
 _SEQUENCES: Final = (tuple, list, torch.Size)
 _LARGEST: Final = 1 << 60
+_MOST_DIMS: Final = 64
+
+
+def _storage_from_id(pid: Any) -> StoredTensor:
+    """The storage, as a tensor, of a persistent id of `torch.save`: ("storage", type, key, location, numel[, view])."""
+    if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] not in ("storage", b"storage"):
+        raise CheckpointCorruptError("a pickle refers to outside data in an unknown way")
+    _, dtype, key, _, numel, *view = pid
+    if not isinstance(dtype, torch.dtype):
+        raise UnsafePickleError("a pickle refers to a storage of an unknown type")
+    first, numel = view[0][1:] if view and view[0] is not None else (0, numel)
+    if not all(type(n) is int and 0 <= n < _LARGEST for n in (first, numel)):
+        raise CheckpointCorruptError("a pickle refers to a part of a storage that cannot be")
+    key = str(key) if type(key) is int else text(key)
+    return StoredTensor(key, dtype, first * dtype.itemsize, (numel,), (1,))
 
 
 def _rebuild(
@@ -335,39 +284,47 @@ def _rebuild(
     strides: Sequence[int],
     requires_grad: bool = False,
     hooks: Any = None,
-    metadata: Any = None,
+    marks: Any = None,
     dtype: torch.dtype | None = None,
 ) -> StoredTensor:
-    if not isinstance(storage, Storage) or type(size) not in _SEQUENCES or type(strides) not in _SEQUENCES:
+    if not isinstance(storage, StoredTensor) or type(size) not in _SEQUENCES or type(strides) not in _SEQUENCES:
         raise CheckpointCorruptError("a pickled tensor has no storage, or no size")
+    if len(size) != len(strides) or len(size) > _MOST_DIMS:
+        raise CheckpointCorruptError("a pickled tensor does not have one stride per dim, or has too many dims")
     if not all(type(n) is int and 0 <= n < _LARGEST for n in (offset, *size, *strides)):
         raise CheckpointCorruptError("a pickled tensor has a size that no tensor can have")
     if prod(max(n, 1) for n in size) >= _LARGEST:
         raise CheckpointCorruptError("a pickled tensor has more elements than a tensor can have")
-    if dtype is not None and not isinstance(dtype, torch.dtype):
+    if marks:
+        raise CheckpointFormatError(
+            f"a saved tensor is marked {', '.join(map(text, marks))}; resolve it (resolve_conj) before saving"
+        )
+    dtype = storage.dtype if dtype is None else dtype
+    start = storage.start + offset * dtype.itemsize
+    return StoredTensor(storage.key, dtype, start, tuple(size), tuple(strides), requires_grad=bool(requires_grad))
+
+
+def _rebuild_with_dtype(
+    storage: Any, offset: Any, size: Any, strides: Any, requires_grad: Any, hooks: Any, dtype: Any, marks: Any = None
+) -> StoredTensor:
+    if not isinstance(dtype, torch.dtype):
         raise CheckpointCorruptError("a pickled tensor has no dtype")
-    if len(size) != len(strides):
-        raise CheckpointCorruptError("a pickled tensor does not have one stride per dim")
-    if metadata:
-        raise CheckpointFormatError(f"a saved tensor is marked {metadata}; resolve it (resolve_conj) before saving")
-    return StoredTensor(
-        storage, dtype or storage.dtype, offset, tuple(size), tuple(strides), requires_grad=bool(requires_grad)
-    )
+    return _rebuild(storage, offset, size, strides, requires_grad, hooks, marks, dtype)
 
 
 def _rebuild_parameter(data: Any, requires_grad: Any, *_: Any) -> StoredTensor:
     if not isinstance(data, StoredTensor):
         raise CheckpointCorruptError("a pickled parameter holds no tensor")
-    return StoredTensor(data.storage, data.dtype, data.offset, data.shape, data.strides, True, bool(requires_grad))
+    return replace(data, is_parameter=True, requires_grad=bool(requires_grad))
 
 
-def refused(what: str) -> Call:
+def refused(what: str) -> Callable[..., Any]:
     """A function that raises an error if a pickle calls it."""
 
     def refuse(*_: Any) -> Any:
         raise CheckpointFormatError(f"the file holds {what}, which is not supported; convert it to a plain tensor")
 
-    return Call(refuse)
+    return refuse
 
 
 STORAGE_TYPES: Final = {
@@ -387,23 +344,19 @@ STORAGE_TYPES: Final = {
 }
 
 
-TORCH_NAMES: Final[unpickle.Names] = MappingProxyType(
+_TENSORS: Final[Names] = {
+    ("torch._utils", "_rebuild_tensor"): _rebuild,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_with_dtype,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
+}
+TORCH_NAMES: Final[Names] = MappingProxyType(
     {
         **unpickle.PLAIN,
-        **{
-            (m, name): _StorageType(d)
-            for name, d in STORAGE_TYPES.items()
-            for m in ("torch", "torch.storage", "torch.cuda")
-        },
-        ("torch._utils", "_rebuild_tensor"): Call(_rebuild),
-        ("torch._utils", "_rebuild_tensor_v2"): Call(_rebuild),
-        ("torch._utils", "_rebuild_tensor_v3"): Call(  # with the dtype before the metadata
-            lambda storage, offset, size, strides, requires_grad, hooks, dtype, metadata=None: _rebuild(
-                storage, offset, size, strides, requires_grad, hooks, metadata, dtype
-            )
-        ),
-        ("torch._utils", "_rebuild_parameter"): Call(_rebuild_parameter),
-        ("torch._utils", "_rebuild_parameter_with_state"): Call(_rebuild_parameter),
+        **{(m, name): d for name, d in STORAGE_TYPES.items() for m in ("torch", "torch.storage", "torch.cuda")},
+        OUTSIDE: _storage_from_id,
+        **_TENSORS,
         ("torch._utils", "_rebuild_sparse_tensor"): refused("a sparse tensor"),
         ("torch._utils", "_rebuild_qtensor"): refused("a quantised tensor"),
         ("torch._utils", "_rebuild_nested_tensor"): refused("a nested tensor"),

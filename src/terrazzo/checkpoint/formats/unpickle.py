@@ -1,15 +1,21 @@
 """Reading pickles without running them.
 
 A pickle is a program: it names classes and functions and calls them. PyTorch's checkpoints are pickles, so unpickling
-one runs any code that its author put there. Here names are looked up only in a table, which has stand-ins that
-build plain data, not the named classes and functions. A name that is not in the table raises `UnsafePickleError`
-before anything is called.
+one runs any code that its author put there. Here Python's unpickler, the one that is written in Python, is used with
+less in it:
 
-Python's C unpickler does the parsing. Beside calling what `find_class` returned, it can set the state of an object
-(the BUILD opcode), also of classes and functions. Therefore every stand-in is an immutable `Call`, an immutable
-built-in type, or a `Pickled`, whose `__setstate__` has an effect on instances only. NumPy's own `__setstate__` trusts
-what it is given; a crafted dtype can make it read memory that is not there. So arrays, scalars and dtypes are rebuilt
-from their raw bytes, and only dtypes without fields and without Python objects are accepted.
+    names     are looked up only in a table, which has stand-ins that build plain data. A name that is not in the table
+              raises `UnsafePickleError` before anything is called.
+    state     (the BUILD opcode) is given only to instances of the classes that have one here, never to functions,
+              classes or values. NumPy's own `__setstate__` trusts what it is given, and a crafted dtype can make it
+              read memory that is not there: arrays, scalars and dtypes are built from their raw bytes.
+    keys      of dicts and members of sets are small. Hashing tuples within tuples takes time and stack without end.
+    lengths   cannot ask for more memory than the file has bytes; a memo is a dict, so its places cannot either.
+
+`torch.load(weights_only=True)` cannot take this place. It reads pickles of protocol 2 only (`.metadata` has protocol 4
+or more), and no NumPy values; it overflows the stack when it hashes a deep tuple, and allocates as much memory as a
+pickle asks for; names are allowed for the whole process, so threads disturb each other; a file with 100,000 tensors
+takes twice to six times as long.
 """
 
 from __future__ import annotations
@@ -20,176 +26,154 @@ import io
 import pathlib
 import pickle
 import re
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date, datetime, timedelta, timezone
 from enum import Enum
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import IO, Any, ClassVar, Final
 
 import numpy as np
 import torch
 
-from terrazzo.checkpoint.formats.pickle_check import checked_pickle
 from terrazzo.checkpoint.native.standard import FACTORIES, imported_enum
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, UnsafePickleError
 
-_SIMPLE = re.compile(r"[<>|=]?([biufcSUV]\d+|\?)")
-_TIMES = re.compile(r"[<>|=]?[mM]8")
-_UNITS: Final = frozenset(("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as"))
+Names = Mapping[tuple[str, str], Any]  # by module and name
+OUTSIDE: Final = ("", "outside")  # in a table: what makes something of a reference to data outside of the pickle
+
+# ------------------------------------------------------------------ what names stand for
 
 
-class Call:
-    """A function that a pickle may call, but not change."""
+class Instance:
+    """Stands for a class whose instances have a state: `make(args, state)` returns the value of one.
 
-    __slots__ = ("_function",)
-    _function: Callable[..., Any]
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        object.__setattr__(self, "_function", function)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise UnsafePickleError("a pickle tries to change a function")
-
-    def __setstate__(self, state: Any) -> None:  # which pickles can call
-        raise UnsafePickleError("a pickle tries to change a function")
-
-
-class Pickled:
-    """An instance of a class, read as the arguments and the state in the pickle.
-
-    There is a subclass for each class that a pickle may have (`pickled`); `finish` makes the value from arguments and
-    state.
-    """
-
-    __slots__ = ("args", "state")
-    made_of: ClassVar[str] = ""
-
-    def __new__(cls, *args: Any) -> Pickled:
-        made = super().__new__(cls)
-        made.args = args
-        made.state = None
-        return made
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        # Called on the class itself, `self` would be the state, and the argument missing, which raises a TypeError.
-        if not isinstance(self, Pickled):
-            raise UnsafePickleError("a pickle tries to change a class")
-        self.state = state
-
-    def finish(self) -> Any:
-        """The value; the instance itself unless a subclass overrides this."""
-        return self
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The state as a dict of attributes."""
-        if not isinstance(self.state, dict):
-            raise CheckpointCorruptError(f"a pickled {type(self).made_of or type(self).__name__} has no fields")
-        return self.state
-
-
-def pickled(made_of: str, finish: Callable[[Any], Any]) -> type[Pickled]:
-    """A class of instances, from which `finish` makes values; `made_of` is their class in the pickle, for messages.
-
-    >>> point = pickled("a.Point", lambda self: complex(self.fields["x"], self.fields["y"]))()
-    >>> point.__setstate__({"x": 1, "y": 2})
-    >>> point.finish()
+    >>> point = Instance(lambda args, state: complex(state["x"], state["y"]))
+    >>> data = b"\\x80\\x02ca\\nPoint\\n)\\x81}(X\\x01\\x00\\x00\\x00xK\\x01X\\x01\\x00\\x00\\x00yK\\x02ub."
+    >>> loads(data, "an example", names={("a", "Point"): point})
     (1+2j)
     """
-    return type(made_of, (Pickled,), {"__slots__": (), "made_of": made_of, "finish": finish})
+
+    def __init__(self, make: Callable[[tuple[Any, ...], Any], Any]) -> None:
+        self.make = make
+
+    def __call__(self, *args: Any) -> _Begun:
+        return _Begun(self.make, args)
 
 
-def _dtype(self: Pickled) -> np.dtype[Any]:
-    code = self.args[0] if self.args else None
-    state: Any = self.state if isinstance(self.state, tuple) else ()
-    if isinstance(code, str) and _TIMES.fullmatch(code) is not None:
-        dtype = np.dtype(code[-2:] + _unit(state))
-    elif isinstance(code, str) and _SIMPLE.fullmatch(code) is not None and not any(state[2:5]):
-        dtype = np.dtype(code)
-    else:
-        raise UnsafePickleError(f"a pickle holds a NumPy value of type {code!r}; only plain numbers are read")
-    order: Any = state[1] if len(state) > 1 else "|"
-    return dtype.newbyteorder(order) if order in ("<", ">") else dtype
+class _Begun:
+    """An instance whose state has not come yet, and its value when it has."""
+
+    __slots__ = ("args", "make", "value")
+    value: Any
+
+    def __init__(self, make: Callable[[tuple[Any, ...], Any], Any], args: tuple[Any, ...]) -> None:
+        self.make, self.args = make, args
 
 
-def _unit(state: Any) -> str:
-    """What NumPy's dates and differences of dates are counted in, as `np.dtype` reads it."""
-    (unit, number, *_) = state[8][1] if len(state) > 8 else ("generic", 1)
-    name = unit.decode() if isinstance(unit, bytes) else unit
-    if name == "generic":
-        return ""
-    if name not in _UNITS or type(number) is not int:
-        raise UnsafePickleError(f"a pickle holds NumPy dates that are counted in {unit!r}")
-    return f"[{number}{name}]"
+def fields(state: Any) -> dict[str, Any]:
+    """The state of an instance as a dict of attributes."""
+    if type(state) is not dict or not all(type(name) is str for name in state):
+        raise CheckpointCorruptError("a pickled object has no fields")
+    return state
 
 
-def _filled(self: Pickled) -> Any:
-    """An array as `numpy._core.multiarray._reconstruct` begins it and its state fills it."""
-    if not isinstance(self.state, tuple) or len(self.state) != 5:
-        raise CheckpointCorruptError("a pickled NumPy array has no contents")
-    _, shape, dtype, in_columns, data = self.state
-    return _array(data, dtype, shape, "F" if in_columns else "C")
+def text(value: Any) -> str:
+    """A value that has to be text. The text of any other value may have no end."""
+    if type(value) is not str:
+        raise CheckpointCorruptError(f"a pickle has a {type(value).__name__} in the place of text")
+    return value
 
 
-def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
-    if not isinstance(dtype, np.dtype) or not isinstance(data, (bytes, bytearray)):
-        raise UnsafePickleError("a pickled NumPy array holds objects, or has its data outside of the pickle")
-    return np.frombuffer(data, dtype).reshape(shape, order=order).copy(order=order)
+def shown(value: Any) -> str:
+    """A value in a message: only text as it is, for the text of another value may have no end."""
+    return repr(value[:100]) if type(value) is str else f"a {type(value).__name__}"
 
 
-_ARRAY: Final = pickled("numpy.ndarray", _filled)
-_SCALAR: Final = pickled("a NumPy scalar", lambda self: _array(self.args[1], self.args[0], (), "C")[()])
-_FROM_BUFFER: Final = pickled("numpy.ndarray", lambda self: _array(*self.args))  # as protocol 5 has it
-_CORES: Final = ("numpy.core", "numpy._core")
-
-Names = Mapping[tuple[str, str], Any]
-
-
-def _path(kind: type[pathlib.PurePath]) -> type[Pickled]:
-    return pickled("pathlib.Path", lambda self: kind(*map(str, self.args)))
-
-
-def _from(kind: type, *accepted: type) -> Call:
-    """A `kind`, built from nothing or from one of these; not from a range, which could need any amount of memory."""
+def _from(kind: type, *accepted: type) -> Callable[..., Any]:
+    """A function that builds a `kind` from nothing or from one of these; not from a range, which could need any amount
+    of memory."""
 
     def build(*values: Any) -> Any:
         if len(values) > 1 or any(type(value) not in accepted for value in values):
             raise UnsafePickleError(f"a pickle builds a {kind.__name__} from a {type(values[0]).__name__}")
+        if kind in _HASHING:
+            check_keys(values[0] if values else ())
         return kind(*values)
 
-    return Call(build)
+    return build
 
 
-def _bytes_from_text(text: str, encoding: str) -> bytes:
-    """How protocol 2 writes bytes."""
-    if encoding != "latin1":
-        raise UnsafePickleError(f"a pickle encodes text as {encoding!r}")
-    return text.encode("latin1")
-
-
-def _bytearray(*args: Any) -> Any:
-    return bytearray(_bytes_from_text(*args)) if args and type(args[0]) is str else _from(bytearray, bytes)(*args)
-
-
-def _defaultdict(factory: Any = None, *rest: Any) -> Any:
-    if factory is None and not rest:
-        return collections.defaultdict(None)
-    for name, made in FACTORIES.items():
-        if not rest and factory is PLAIN[made.__module__, name]:
-            return collections.defaultdict(made)
-    raise UnsafePickleError("a pickle builds a defaultdict with an unknown factory")
+def _ordered(items: Any = ()) -> collections.OrderedDict[Any, Any]:
+    """Python 2 wrote the items as a list of lists of two."""
+    if type(items) not in _ITEMS:
+        raise UnsafePickleError(f"a pickle builds an OrderedDict from a {type(items).__name__}")
+    check_keys(items if type(items) is dict else [key for key, _ in items])
+    return collections.OrderedDict(items)
 
 
 def _deque(items: Any = (), maxlen: Any = None) -> Any:
     if type(items) not in _ITEMS or not (maxlen is None or type(maxlen) is int):
         raise UnsafePickleError(f"a pickle builds a deque from a {type(items).__name__}")
     return collections.deque(items, maxlen)
+
+
+def _slice(*ends: Any) -> slice:
+    if not all(end is None or isinstance(end, int | np.integer) for end in ends):
+        raise UnsafePickleError("a pickle has a slice of other things than numbers")
+    return slice(*ends)
+
+
+def _bytes_from_text(value: Any, encoding: Any) -> bytes:
+    """How protocol 2 writes bytes."""
+    if encoding != "latin1":
+        raise UnsafePickleError(f"a pickle encodes text as {shown(encoding)}")
+    return text(value).encode("latin1")
+
+
+def _bytearray(*args: Any) -> Any:
+    return bytearray(_bytes_from_text(*args)) if args and type(args[0]) is str else _from(bytearray, bytes)(*args)
+
+
+def _defaultdict(factory: Any = None) -> Any:
+    for name, kind in FACTORIES.items():
+        if factory is PLAIN[kind.__module__, name]:
+            return collections.defaultdict(kind)
+    if factory is not None:
+        raise UnsafePickleError("a pickle builds a defaultdict with an unknown factory")
+    return collections.defaultdict(None)
+
+
+def _path(kind: type[pathlib.PurePath]) -> Callable[..., pathlib.PurePath]:
+    return lambda *parts: kind(*map(text, parts))
+
+
+def _layout(name: Any) -> torch.layout:
+    layout = getattr(torch, text(name).removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
+        raise UnsafePickleError(f"a pickle asks for the layout {shown(name)}")
+    return layout
+
+
+def _member(kind: type[Enum], value: Any) -> Enum:
+    """The member of an enum that has this value, without a call of the enum, which may have code for other values."""
+    for member in kind.__members__.values():
+        if type(member.value) is type(value) and member.value == value:
+            return member
+    raise UnsafePickleError(f"a pickle has a member of {kind.__qualname__} that this does not have")
+
+
+def _bytes_io(args: tuple[Any, ...], state: Any) -> io.BytesIO:
+    data, position, attributes = state
+    if args or type(data) is not bytes or type(position) is not int or attributes:
+        raise UnsafePickleError("a pickle builds a BytesIO with something else than bytes")
+    made = io.BytesIO(data)
+    made.seek(position)
+    return made
+
+
+# ------------------------------------------------------------------ dates, whose own constructors take bytes unchecked
 
 
 def _delta(*parts: Any) -> timedelta:
@@ -199,13 +183,12 @@ def _delta(*parts: Any) -> timedelta:
 
 
 def _zone(offset: Any, *name: Any) -> timezone:
-    if type(offset) is not timedelta or any(type(each) is not str for each in name):
+    if type(offset) is not timedelta:
         raise UnsafePickleError("a pickle builds a timezone from something else than a timedelta")
-    return timezone(offset, *name)
+    return timezone(offset, *map(text, name))
 
 
 def _date(data: Any) -> date:
-    """From the bytes that it is pickled as, which its own constructor would take unchecked."""
     if type(data) is not bytes or len(data) != 4:
         raise UnsafePickleError("a pickle builds a date from something else than its four bytes")
     return date(int.from_bytes(data[:2], "big"), data[2], data[3])
@@ -219,41 +202,76 @@ def _datetime(data: Any, zone: Any = None) -> datetime:
     return datetime(day.year, day.month, day.day, data[4], data[5], data[6], microsecond, zone, fold=fold)
 
 
-def _bytes_io(self: Pickled) -> io.BytesIO:
-    data, position, attributes = self.state
-    if self.args or type(data) is not bytes or type(position) is not int or attributes:
-        raise UnsafePickleError("a pickle builds a BytesIO with something else than bytes")
-    made = io.BytesIO(data)
-    made.seek(position)
-    return made
+# ------------------------------------------------------------------ values of NumPy
+
+_SIMPLE = re.compile(r"[<>|=]?([biufcSUV]\d+|\?)")
+_TIMES = re.compile(r"[<>|=]?[mM]8")
+_UNITS: Final = frozenset(("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as"))
 
 
+def _dtype(args: tuple[Any, ...], state: Any) -> np.dtype[Any]:
+    code = args[0] if args else None
+    facts: Any = state if isinstance(state, tuple) else ()
+    if isinstance(code, str) and _TIMES.fullmatch(code) is not None:
+        dtype = np.dtype(code[-2:] + _unit(facts))
+    elif isinstance(code, str) and _SIMPLE.fullmatch(code) is not None and not any(facts[2:5]):  # which are fields
+        dtype = np.dtype(code)
+    else:
+        raise UnsafePickleError(f"a pickle holds a NumPy value of type {shown(code)}; only plain numbers are read")
+    order: Any = facts[1] if len(facts) > 1 else "|"
+    return dtype.newbyteorder(order) if order in ("<", ">") else dtype
+
+
+def _unit(facts: Any) -> str:
+    """What NumPy's dates and differences of dates are counted in, as `np.dtype` reads it."""
+    unit, number, *_ = facts[8][1] if len(facts) > 8 else ("generic", 1)
+    name = text(unit.decode() if isinstance(unit, bytes) else unit)
+    if name == "generic":
+        return ""
+    if name not in _UNITS or type(number) is not int:
+        raise UnsafePickleError(f"a pickle holds NumPy dates that are counted in {shown(name)}")
+    return f"[{number}{name}]"
+
+
+def _filled(args: tuple[Any, ...], state: Any) -> Any:
+    """An array as `numpy._core.multiarray._reconstruct` begins it and its state fills it."""
+    if not isinstance(state, tuple) or len(state) != 5:
+        raise CheckpointCorruptError("a pickled NumPy array has no contents")
+    _, shape, dtype, in_columns, data = state
+    return _array(data, dtype, shape, "F" if in_columns else "C")
+
+
+def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+    if not isinstance(dtype, np.dtype) or not isinstance(data, (bytes, bytearray)):
+        raise UnsafePickleError("a pickled NumPy array holds objects, or has its data outside of the pickle")
+    return np.frombuffer(data, dtype).reshape(shape, order=order).copy(order=order)
+
+
+# ------------------------------------------------------------------ plain data
+
+_NAMESPACES: Final = (argparse.Namespace, SimpleNamespace)
 _ITEMS: Final = (list, tuple, dict)
-
-
-_TEXT: Final = _from(str, str)
-
-
+_HASHING: Final = (set, frozenset, collections.Counter)
 _NUMBERS: Final = {kind.__name__: _from(kind, int, float, bool) for kind in (int, float, bool)}
 _BUILTINS: Final = {
-    **{kind.__name__: _from(kind, *_ITEMS) for kind in (set, frozenset, list, tuple, dict)},
+    **{kind.__name__: _from(kind, *_ITEMS) for kind in (set, frozenset, list, tuple)},
     **_NUMBERS,
     "long": _NUMBERS["int"],  # what protocol 2 calls the class int
-    "str": _TEXT,
+    "dict": _from(dict, dict),
+    "str": _from(str, str),
     "complex": complex,
-    "slice": Call(slice),
-    "range": Call(range),
-    "xrange": Call(range),
+    "slice": _slice,
+    "range": range,
+    "xrange": range,
     "bytes": _from(bytes),  # empty ones of protocol 2; others have `_codecs.encode`
-    "bytearray": Call(_bytearray),
+    "bytearray": _bytearray,
 }
-
-
 _PATHS: Final = {
     **dict.fromkeys(("Path", "PosixPath"), _path(pathlib.Path)),
     **dict.fromkeys(("PurePath", "PurePosixPath"), _path(pathlib.PurePosixPath)),
     **dict.fromkeys(("WindowsPath", "PureWindowsPath"), _path(pathlib.PureWindowsPath)),
 }
+_CORES: Final = ("numpy.core", "numpy._core")
 
 # Everything that a pickle of plain data may name.
 PLAIN: Final[Names] = MappingProxyType(
@@ -261,117 +279,192 @@ PLAIN: Final[Names] = MappingProxyType(
         **{(module, name): made for module in ("builtins", "__builtin__") for name, made in _BUILTINS.items()},
         **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
         **{(module, name): made for module in ("pathlib", "pathlib._local") for name, made in _PATHS.items()},
-        ("numpy", "dtype"): pickled("numpy.dtype", _dtype),
-        ("numpy", "ndarray"): _ARRAY,
-        ("numpy", "memmap"): _ARRAY,  # becomes an array
-        **{(f"{core}.multiarray", "_reconstruct"): Call(lambda *_: _ARRAY()) for core in _CORES},
-        **{(f"{core}.multiarray", "scalar"): _SCALAR for core in _CORES},
-        **{(f"{core}.numeric", "_frombuffer"): _FROM_BUFFER for core in _CORES},
-        ("_codecs", "encode"): Call(_bytes_from_text),
-        ("collections", "OrderedDict"): collections.OrderedDict,
-        ("collections", "defaultdict"): Call(_defaultdict),
+        ("numpy", "dtype"): Instance(_dtype),
+        ("numpy", "ndarray"): "numpy.ndarray",  # an argument
+        ("numpy", "memmap"): "numpy.memmap",  # becomes an array
+        **{(f"{core}.multiarray", "_reconstruct"): Instance(_filled) for core in _CORES},
+        **{(f"{core}.multiarray", "scalar"): lambda dtype, data: _array(data, dtype, (), "C")[()] for core in _CORES},
+        **{(f"{core}.numeric", "_frombuffer"): _array for core in _CORES},  # as protocol 5 has arrays
+        ("_codecs", "encode"): _bytes_from_text,
+        ("collections", "OrderedDict"): _ordered,
+        ("collections", "defaultdict"): _defaultdict,
         ("collections", "Counter"): _from(collections.Counter, *_ITEMS),
-        ("collections", "deque"): Call(_deque),
-        ("datetime", "date"): Call(_date),
-        ("datetime", "datetime"): Call(_datetime),
-        ("datetime", "timedelta"): Call(_delta),
-        ("datetime", "timezone"): Call(_zone),
-        ("_io", "BytesIO"): pickled("io.BytesIO", _bytes_io),
+        ("collections", "deque"): _deque,
+        ("datetime", "date"): _date,
+        ("datetime", "datetime"): _datetime,
+        ("datetime", "timedelta"): _delta,
+        ("datetime", "timezone"): _zone,
+        ("_io", "BytesIO"): Instance(_bytes_io),
         # Many training scripts store their arguments.
-        ("argparse", "Namespace"): pickled("argparse.Namespace", lambda self: argparse.Namespace(**self.fields)),
-        ("types", "SimpleNamespace"): pickled("types.SimpleNamespace", lambda self: SimpleNamespace(**self.fields)),
+        ("argparse", "Namespace"): lambda: argparse.Namespace(),
+        ("types", "SimpleNamespace"): lambda: SimpleNamespace(),
         ("torch", "Size"): _from(torch.Size, *_ITEMS),
-        ("torch", "device"): Call(torch.device),
-        ("torch.torch_version", "TorchVersion"): pickled("torch.TorchVersion", lambda self: _TEXT(*self.args)),
-        ("torch.serialization", "_get_layout"): Call(lambda name: _layout(name)),
+        ("torch", "device"): torch.device,
+        ("torch.torch_version", "TorchVersion"): _from(str, str),
+        ("torch.serialization", "_get_layout"): _layout,
     }
 )
 
+# ------------------------------------------------------------------ the unpickler
 
-def _layout(name: str) -> torch.layout:
-    layout = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
-    if not isinstance(layout, torch.layout):
-        raise UnsafePickleError(f"a pickle asks for the layout {name!r}")
-    return layout
+_HASHED: Final = (tuple, frozenset, torch.Size)
+_LARGEST_KEY: Final = 1000  # values in a key, with those in its tuples
 
 
-def _members(kind: type[Enum]) -> Callable[[Pickled], Enum]:
-    """Finds a member of an enum by its value, without a call of the enum, which may have code for other values."""
+def check_keys(keys: Iterable[Any]) -> None:
+    """Raise if hashing one of these takes long: a tuple of tuples, which may share their parts."""
+    for key in keys:
+        within = [key] if type(key) in _HASHED else []
+        left = _LARGEST_KEY
+        while within:
+            items = within.pop()
+            left -= 1 + len(items)
+            if left < 0:
+                raise CheckpointCorruptError(f"a pickle has a key of more than {_LARGEST_KEY} values")
+            within += [item for item in items if type(item) in _HASHED]
 
-    def member_of(self: Pickled) -> Enum:
-        (value,) = self.args
-        for member in kind.__members__.values():
-            if type(member.value) is type(value) and member.value == value:
-                return member
-        raise UnsafePickleError(f"a pickle has a member of {kind.__qualname__} that this does not have")
 
-    return member_of
+class _Memo(dict[int, Any]):
+    """What a pickle refers to by numbers; of an instance its value, which raises before its state has come."""
+
+    def __getitem__(self, place: int) -> Any:
+        value = super().__getitem__(place)
+        return value.value if type(value) is _Begun else value
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], names: Names, where: str, persistent: Callable[[Any], Any] | None) -> None:
+class _Unpickler(pickle._Unpickler):
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+    read: Callable[[int], bytes]
+
+    def __init__(self, file: IO[bytes], names: Names, trusted: frozenset[type]) -> None:
         super().__init__(file, encoding="utf-8")
-        self._names = names
-        self._where = where
-        self._persistent = persistent
-        self.made_instances = False
+        self.memo = _Memo()
+        self._names, self._trusted = names, trusted
+        self.begun = 0  # instances whose state is still to come
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._names.get((module, name))
         if found is None and (kind := imported_enum(module, name)) is not None:
-            found = pickled(f"{module}.{name}", _members(kind))
+            found = partial(_member, kind)
         if found is None:
             raise UnsafePickleError(
-                f"{self._where}: the pickle refers to {module}.{name}, which is not known to be plain data, so it was "
+                f"the pickle refers to {module}.{name}, which is not known to be plain data, so it was "
                 "not run. If you trust the author, load it with torch.load(weights_only=False) and save it again"
             )
-        self.made_instances = self.made_instances or (isinstance(found, type) and issubclass(found, Pickled))
         return found
 
     def persistent_load(self, pid: Any) -> Any:
-        if self._persistent is None:
-            raise UnsafePickleError(f"{self._where}: the pickle refers to data outside of itself")
-        return self._persistent(pid)
+        storage = self._names.get(OUTSIDE)
+        if storage is None:
+            raise UnsafePickleError("the pickle refers to data outside of itself")
+        return storage(pid)
+
+    def _push(self, made: Any) -> None:
+        self.begun += type(made) is _Begun
+        self.stack.append(made)
+
+    def _reduce(self) -> None:
+        args = self.stack.pop()
+        self._push(self.stack.pop()(*args))
+
+    def _newobj(self) -> None:
+        args = self.stack.pop()
+        kind = self.stack.pop()
+        self._push(kind.__new__(kind, *args) if isinstance(kind, type) else kind(*args))
+
+    def _build(self) -> None:
+        state = self.stack.pop()
+        made = self.stack[-1]
+        if type(made) is _Begun:
+            made.value = self.stack[-1] = made.make(made.args, state)
+            self.begun -= 1
+        elif type(made) in (collections.OrderedDict, *_NAMESPACES):
+            if any(hasattr(type(made), name) for name in fields(state)):
+                raise UnsafePickleError("a pickle tries to change the methods of an object")
+            vars(made).update(state)
+        elif type(made) in self._trusted:
+            self.stack.append(state)
+            pickle._Unpickler.dispatch[pickle.BUILD[0]](self)  # type: ignore[arg-type]  # typeshed means the other class
+        else:
+            raise UnsafePickleError(f"a pickle tries to change a {type(made).__name__}")
+
+    def _bytearray(self) -> None:
+        (length,) = struct.unpack("<Q", self.read(8))
+        self.stack.append(bytearray(self.read(length)))
+
+    def _refuse(self) -> None:
+        raise UnsafePickleError("the pickle refers to something in a way in which torch.save does not")
 
 
-def load(file: IO[bytes], where: str, *, names: Names = PLAIN, persistent: Callable[[Any], Any] | None = None) -> Any:
+def _with_small_keys(opcode: bytes, keys: slice) -> Callable[[Any], None]:
+    """What an opcode does, if its keys, which are these values since the last mark, are small."""
+    plain: Callable[[Any], None] = pickle._Unpickler.dispatch[opcode[0]]
+
+    def load(unpickler: _Unpickler) -> None:
+        check_keys(unpickler.stack[keys])
+        plain(unpickler)
+
+    return load
+
+
+_KEYS: Final = {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(0, None, 2),
+    pickle.DICT: slice(0, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
+_REFUSED: Final = "INST OBJ NEWOBJ_EX DUP EXT1 EXT2 EXT4 NEXT_BUFFER READONLY_BUFFER"
+_Unpickler.dispatch |= {
+    **{opcode[0]: _with_small_keys(opcode, keys) for opcode, keys in _KEYS.items()},
+    **{getattr(pickle, opcode)[0]: _Unpickler._refuse for opcode in _REFUSED.split()},
+    pickle.REDUCE[0]: _Unpickler._reduce,
+    pickle.NEWOBJ[0]: _Unpickler._newobj,
+    pickle.BUILD[0]: _Unpickler._build,
+    pickle.BYTEARRAY8[0]: _Unpickler._bytearray,
+}
+
+
+def load(file: IO[bytes], where: str, names: Names = PLAIN, trusted: frozenset[type] = frozenset()) -> Any:
     """The value of the pickle at the file's position, made of plain data only.
 
     Args:
         where: what is being read, for error messages.
         names: what the pickle may refer to; `PLAIN` and more.
-        persistent: what stands for the pickle's references to outside data.
+        trusted: classes among the names whose instances get their state as Python's unpickler gives it to them.
 
     >>> load(io.BytesIO(pickle.dumps({"step": 3})), "an example")
     {'step': 3}
     """
+    unpickler = _Unpickler(file, names, trusted)
     try:
-        unpickler = _Unpickler(io.BytesIO(checked_pickle(file, where)), names, where, persistent)
         value = unpickler.load()
-        return _finished(value, {}) if unpickler.made_instances else value
-    except CheckpointError:
-        raise
+        if unpickler.begun:
+            raise CheckpointCorruptError("an object has no state")
+    except CheckpointError as error:
+        raise type(error)(f"{where}: {error}") from error
     except MemoryError as error:
         raise CheckpointCorruptError(f"{where}: the pickle asks for more memory than there is") from error
     except Exception as error:  # a damaged pickle can fail in any way
         raise CheckpointCorruptError(f"{where}: not a valid pickle ({type(error).__name__}: {error})") from error
+    return value
 
 
 def loads(data: bytes | bytearray | memoryview, where: str, *, names: Names = PLAIN) -> Any:
     """Like `load`, from bytes."""
-    return load(io.BytesIO(data), where, names=names)
+    return load(io.BytesIO(data), where, names)
 
 
-def load_tree(
-    file: IO[bytes], where: str, *, names: Names = PLAIN, persistent: Callable[[Any], Any] | None = None
-) -> Any:
+def load_tree(file: IO[bytes], where: str, names: Names = PLAIN, trusted: frozenset[type] = frozenset()) -> Any:
     """Like `load`, for a value that will be flattened: raises if it contains itself, or has too many values."""
-    value = load(file, where, names=names, persistent=persistent)
-    _check_tree(value, file.tell(), where)
+    start = file.tell()
+    value = load(file, where, names, trusted)
+    check_tree(value, file.tell() - start, where)
     return value
 
 
-def _check_tree(value: Any, nbytes: int, where: str) -> None:
+def check_tree(value: Any, nbytes: int, where: str) -> None:
     """Raise if the value, with a copy of each shared container, is much larger than its pickle, or contains itself."""
     sizes: dict[int, int] = {}
     open_now: set[int] = set()
@@ -404,69 +497,6 @@ def _items_of(container: Any) -> list[Any]:
     return list(container) if isinstance(container, _CONTAINERS) else []
 
 
-_NAMESPACES: Final = (argparse.Namespace, SimpleNamespace)
 _CONTAINERS: Final = (dict, list, tuple, set, frozenset, collections.deque, *_NAMESPACES)
 _EXPANDED: Final = 16  # values for each byte of the pickle
 _DEEPEST: Final = 200  # as `terrazzo.checkpoint.native.objects`
-
-
-def _finished(value: Any, seen: dict[int, Any]) -> Any:
-    """`value` with every `Pickled` in it turned into what it stands for, containers changed in place.
-
-    `seen` has each that was met, which keeps its id, and what it became.
-    """
-    kind = type(value)
-    if kind in _ATOMS:
-        return value
-    if id(value) in seen:
-        return seen[id(value)][1]
-    if isinstance(value, Pickled):
-        seen[id(value)] = (value, value)
-        value.args = _finished(value.args, seen)
-        value.state = _finished(value.state, seen)
-        result = value.finish()
-        seen[id(value)] = (value, result)
-        return result
-    if isinstance(value, dict):
-        seen[id(value)] = (value, value)
-        stale = [key for key in value if isinstance(key, (Pickled, tuple, frozenset))]
-        for key, item in value.items():
-            value[key] = _finished(item, seen)
-        if stale:
-            items = [(_finished(key, seen), item) for key, item in value.items()]
-            value.clear()
-            value.update(items)
-        return value
-    if isinstance(value, list):
-        seen[id(value)] = (value, value)
-        value[:] = [_finished(item, seen) for item in value]
-        return value
-    if kind is tuple:
-        result = tuple(_finished(item, seen) for item in value)
-        result = value if all(a is b for a, b in zip(value, result, strict=True)) else result
-    else:
-        result = with_parts(value, lambda part: _finished(part, seen))
-    seen[id(value)] = (value, result)
-    return result
-
-
-def with_parts(value: Any, replacement: Callable[[Any], Any]) -> Any:
-    """A set, a deque, a slice or a namespace with each of its parts replaced; another value as it is.
-
-    >>> with_parts(collections.deque([1, 2], maxlen=4), str)
-    deque(['1', '2'], maxlen=4)
-    """
-    if type(value) in (set, frozenset):
-        return type(value)(replacement(item) for item in value)
-    if type(value) is collections.deque:
-        return collections.deque((replacement(item) for item in value), value.maxlen)
-    if type(value) is slice:
-        return slice(replacement(value.start), replacement(value.stop), replacement(value.step))
-    if type(value) in _NAMESPACES:
-        made = type(value)()
-        vars(made).update({name: replacement(item) for name, item in vars(value).items()})
-        return made
-    return value
-
-
-_ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, torch.Size, torch.dtype})

@@ -26,6 +26,7 @@ from terrazzo.checkpoint.native.spans import StoredChunk
 from terrazzo.checkpoint.native.tensors import dtype_from_name
 from terrazzo.checkpoint.native.verify import Damage
 from terrazzo.checkpoint.stores import Store
+from terrazzo.checkpoint.stores.base import LARGEST
 from terrazzo.errors import CheckpointCorruptError, CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
@@ -94,6 +95,21 @@ class WindowStream(io.RawIOBase):
         return count
 
 
+class PickleStream(io.BufferedReader):
+    """A window with pickles as a file: a length or a line in a pickle asks for no more memory than there are bytes."""
+
+    def __init__(self, window: Window) -> None:
+        super().__init__(WindowStream(window))
+        self._length = window.length
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        assert size is not None
+        return super().read(size if 0 <= size <= _WHOLE else min(size, LARGEST, self._length - self.tell()))
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        return super().readline(_WHOLE)
+
+
 class ZipDirectory:
     """The records of one archive by name, without the folder that all names of a `torch.save` archive begin with."""
 
@@ -127,12 +143,24 @@ class ZipDirectory:
             self._starts[name] = start
         return start
 
+    def extent(self, key: str) -> tuple[int, int, int]:
+        """Where a storage begins, its size and its CRC-32."""
+        record = self.records.get(f"data/{key}")
+        if record is None:
+            raise CheckpointCorruptError(f"{self._window.where}: the storage {key!r} is missing from the archive")
+        return self.start_of(f"data/{key}"), record.file_size, record.CRC
+
     def read(self, name: str) -> bytes:
         """The contents of a record, with its checksum verified."""
         record = self.records.get(name)
         if record is None:
             raise CheckpointFormatError(
                 f"{self._window.where}: a zip archive, but not of torch.save: it has no {name!r}"
+            )
+        if record.file_size > LARGEST:
+            raise CheckpointCorruptError(
+                f"{self._window.where}: the record {name!r} has {record.file_size} bytes, more than the {LARGEST} that "
+                "such a record may have, so it is not read"
             )
         data = self._window.read(self.start_of(name), record.file_size)
         if record.CRC and zlib.crc32(data) != record.CRC:

@@ -22,7 +22,7 @@ import torch
 
 from terrazzo.checkpoint.formats.stored import StoredBox, file_at
 from terrazzo.checkpoint.formats.torch_archive import TORCH_NAMES, Archive, StoredTensor, open_archive, refused
-from terrazzo.checkpoint.formats.unpickle import Call, Names, pickled
+from terrazzo.checkpoint.formats.unpickle import Instance, Names, fields
 from terrazzo.checkpoint.formats.windows import Window
 from terrazzo.checkpoint.native.spans import strides_of
 from terrazzo.checkpoint.stores import Place
@@ -50,24 +50,24 @@ _TENSOR_CLASS: Final = refused("a tensor of another class")  # if it is called
 
 def _with_attributes(rebuild: Any, kind: Any, args: Any, attributes: Any) -> Any:
     """A tensor without the attributes that DeepSpeed has set on it."""
-    if not isinstance(rebuild, Call) or kind is not _TENSOR_CLASS or type(args) is not tuple:
+    if kind is not _TENSOR_CLASS:
         raise UnsafePickleError("a pickle makes a tensor of an unknown class")
     return rebuild(*args)
 
 
 def _stage(value: Any) -> int:
     if value not in (0, 1, 2, 3):
-        raise CheckpointCorruptError(f"a pickle names the ZeRO stage {value!r}")
+        raise CheckpointCorruptError("a pickle names a ZeRO stage that is none")
     return int(value)
 
 
-_FIELDS: Final = pickled("deepspeed", lambda self: dict(self.fields))  # an object, as a dict of its attributes
+_FIELDS: Final = Instance(lambda args, state: fields(state))  # an object, as a dict of its attributes
 NAMES: Final[Names] = MappingProxyType(
     {
         **TORCH_NAMES,
         ("torch", "Tensor"): _TENSOR_CLASS,
-        ("torch._tensor", "_rebuild_from_type_v2"): Call(_with_attributes),
-        ("deepspeed.runtime.zero.config", "ZeroStageEnum"): Call(_stage),
+        ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
+        ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _stage,
         ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): _FIELDS,
         ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): _FIELDS,
         ("deepspeed.utils.tensor_fragment", "fragment_address"): _FIELDS,

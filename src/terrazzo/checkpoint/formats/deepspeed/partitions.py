@@ -80,12 +80,13 @@ def _rows_of(placed: Placed, found: Sequence[_Found]) -> list[StoredBox]:
     rows, first = [], 0
     for file, stored, run in found:
         (stride,) = stored.strides
-        at = stored.offset + run.start * stride
+        step = stride * stored.dtype.itemsize
+        at = stored.start + run.start * step
         for box in boxes_of_flat_range(placed.shape, first, first + run.length):
-            strides = tuple([step * stride for step in strides_of(box.lengths)])
-            part = replace(stored, offset=at, shape=box.lengths, strides=strides)
+            strides = tuple([stride * each for each in strides_of(box.lengths)])
+            part = replace(stored, start=at, shape=box.lengths, strides=strides)
             rows.append(file.archive.row(part, placed.name, box))
-            at += box.numel * stride
+            at += box.numel * step
         first += run.length
     return rows
 
