@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
-from terrazzo.comm import reports
+from terrazzo.comm import link, reports
+from terrazzo.comm.link import Link
 from terrazzo.comm.reports import exchange_reports
 from terrazzo.comm.watch import Watch, _written_by_some
 from terrazzo.comm.whereabouts import World
@@ -44,6 +46,12 @@ class Counted(dist.Store):
     def check(self, keys: list[str]) -> bool:
         return self._call("check", keys)
 
+    def append(self, key: str, value: Any) -> None:
+        self._call("append", key, value)
+
+    def multi_get(self, keys: list[str]) -> Any:
+        return self._call("multi_get", keys)
+
     def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
         return self._call("compare_set", key, expected, desired)
 
@@ -65,6 +73,31 @@ def test_all_get_all_in_few_requests(monkeypatch: pytest.MonkeyPatch):
     store = Counted()
     assert exchanged(store, 64, range(64), 60) == [said_by(range(64))] * 64
     assert 64 * 3 < store.requests < 64 * 30  # each asking for each would be 4096
+
+
+def test_ranks_whose_connections_broke_agree_on_the_reason_in_few_requests(monkeypatch: pytest.MonkeyPatch):
+    """Also those that have never connected, of which others ask the store for the process."""
+    monkeypatch.setattr(reports, "_SOONEST", 0.2)
+    monkeypatch.setattr(link, "_REPORTS_SECONDS", 1.0)
+    store = Counted()
+    Link(store, 5, range(64), "here").abandon("the disk is full")
+
+    def reason(index: int) -> str:
+        with (
+            pytest.raises(CommError) as raised,
+            Link(store, index, range(64), "here")._explained("gather", timedelta(seconds=9)),
+        ):
+            raise RuntimeError("Connection closed by peer")
+        return str(raised.value)
+
+    silent = {5, *range(6, 64, 2)}
+    with ThreadPoolExecutor(64) as pool:
+        (text,) = set(pool.map(reason, set(range(64)) - silent))
+    assert "failed: rank 5 gave up (the disk is full); the time limit is 9 s" in text
+    assert store.requests < 64 * 30  # each asking for each would be 4096
+    before = store.requests
+    assert reason(6) == text, "a rank that comes later raises the same"
+    assert store.requests < before + 10
 
 
 def test_the_silent_are_left_out_and_the_late_get_those_before_them():
@@ -129,15 +162,24 @@ def test_writes_that_differ_only_from_those_of_ranks_without_an_answer():
     assert text.startswith("rank 0 wrote to the sharded parameters of 'b' after"), text
 
 
-def check_unfinished_end() -> None:
-    """Of a rank that was killed while it wrote that it ends."""
+def check_looking_for_lost_ranks() -> None:
+    """Few requests, however many ranks have ended, and others have not said who they are."""
     world = World()
-    world._store.add("ends", 1)
-    start = time.monotonic()
-    assert world.lost([1]) == {}
-    assert time.monotonic() - start < 60
+    dist.barrier()
+    counted = Counted()
+    for rank in range(2, 40):
+        ending: Any = SimpleNamespace(is_there=lambda surely: True, rank=rank, _store=counted)
+        World.end(ending, f"has ended {rank}")
+    for rank in range(40, 80):
+        counted.set(f"process/{rank}", "elsewhere 1 1" if rank < 79 else "")
+    counted.requests = 0
+    everyone = range(80)
+    assert world.lost(everyone, counted) == {rank: f"has ended {rank}" for rank in range(2, 40)}
+    first, counted.requests = counted.requests, 0
+    assert world.lost([50, 60, 78], counted) == {}
+    assert first < 120 and counted.requests < 5, (first, counted.requests)
     dist.barrier()
 
 
-def test_what_a_killed_rank_has_not_written_is_not_waited_for():
-    run_ranks(2, check_unfinished_end)
+def test_looking_for_ranks_that_are_lost_takes_few_requests():
+    run_ranks(2, check_looking_for_lost_ranks)

@@ -5,8 +5,8 @@ one round; a long one follows its frame. Operations with one sender or one recei
 ranks; only `all_gather` costs their square.
 
 When an operation fails (a rank died, gave up, or was too late), the ranks that notice find out why through the group's
-store: each writes there what it saw, and reads what the others saw. The first rank to know the reason writes it down,
-and all of them raise that same error. A silent rank on the same host is looked up in the process table, which says
+store: each writes there what it saw (`reports`). One of them reads that and writes down the reason, and all of them
+raise that same error. A silent rank on the same host is looked up in the process table, which says
 whether it died, was stopped, or is only late. The link stays broken, because gloo has closed its connections; `living`
 makes a new one on all ranks.
 
@@ -20,9 +20,10 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 from terrazzo._torch.groups import AllToAllOptions, BroadcastOptions, GatherOptions, ScatterOptions
 from terrazzo.comm.pending import timed_out
 from terrazzo.comm.processes import Condition, condition_of, own_identity
+from terrazzo.comm.reports import read_edition, write_report
 from terrazzo.comm.waits import Waiting
 from terrazzo.errors import CommError, CommTimeout
 
@@ -78,6 +80,7 @@ class Link:
         self._processes: Store = PrefixStore("terrazzo/processes", store)
         self._generation = generation
         self._store: Store = PrefixStore(str(generation), self._links)
+        self._reports: Store = PrefixStore("saw", self._store)
 
     def close(self) -> None:
         """Close the connections."""
@@ -137,7 +140,7 @@ class Link:
     def abandon(self, why: str) -> None:
         """Break the link, and write the reason to the store for the ranks that will notice."""
         try:
-            self._store.set(f"saw/{self.index}", "failed " + why[:_LONGEST_REPORT])
+            write_report(self._reports, self.index, "failed " + why[:_LONGEST_REPORT])
         except RuntimeError:
             pass  # the store is gone: the others only see closed connections
         self._break(f"this rank gave up: {why}")
@@ -248,57 +251,53 @@ class Link:
 
         `saw` is what happened here: "timeout", "lost", or "failed" and why, if the cause is on this rank.
         """
-        seen: list[str | None] = [None] * len(self.ranks)
-        seen[self.index] = saw
-        conditions: dict[int, Condition] = {}
-        deadline = time.monotonic() + _REPORTS_SECONDS
-        store_lost = False
-        while True:
-            try:
-                if self._store.check(["verdict"]):
-                    return _decode(self._store.get("verdict"))
-                self._exchange_reports(seen)
-            except RuntimeError:
-                store_lost = True
-            conditions = {i: condition_of(self._identities[i]) for i, saw in enumerate(seen) if saw is None}
-            # If all silent ranks are known to be dead, none of them can report any more: no need to wait.
-            certain = all(condition is Condition.DEAD for condition in conditions.values())
-            if certain or time.monotonic() >= deadline or (store_lost and Condition.DEAD in conditions.values()):
-                break
-            time.sleep(0.02)
-        verdict = self._verdict(what, seen, conditions, timeout, store_lost=store_lost)
-        if store_lost:
-            return verdict
-        try:
-            # The first rank that writes a verdict decides for all.
-            return _decode(self._store.compare_set("verdict", "", msgspec.json.encode(verdict).decode()))
-        except RuntimeError:
-            return verdict
 
-    def _exchange_reports(self, seen: list[str | None]) -> None:
-        """Write what this rank saw, and read what the ranks saw of which nothing is known yet."""
-        if not self._store.check([f"saw/{self.index}"]):
-            self._store.set(f"saw/{self.index}", seen[self.index] or "")
-        for i, known in enumerate(seen):
-            if known is None and self._store.check([f"saw/{i}"]):
-                seen[i] = self._store.get(f"saw/{i}").decode(errors="replace")
-            if not self._identities[i] and self._processes.check([str(i)]):
-                self._identities[i] = self._processes.get(str(i)).decode(errors="replace")
+        def are_dead(silent: Collection[int]) -> bool:  # then none of them can report any more
+            return all(self._condition(each) is Condition.DEAD for each in silent)
+
+        def conclude(seen: dict[int, str]) -> bytes:
+            return msgspec.json.encode(self._verdict(what, seen, self._silent(seen), timeout))
+
+        try:
+            if self._store.check(["verdict"]):
+                return _decode(self._store.get("verdict"))
+            write_report(self._reports, self.index, saw)
+            for edition in count():
+                piece = read_edition(
+                    self._reports, edition, self.index, len(self.ranks), _REPORTS_SECONDS, conclude, are_dead
+                )
+                if piece:
+                    # The first rank that writes a verdict decides for all.
+                    return _decode(self._store.compare_set("verdict", "", piece.decode()))
+        except RuntimeError:
+            pass  # the store is gone
+        seen = {self.index: saw}
+        deadline = time.monotonic() + _REPORTS_SECONDS
+        while Condition.DEAD not in (silent := self._silent(seen)).values() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self._verdict(what, seen, silent, timeout, store_lost=True)
+
+    def _silent(self, seen: Mapping[int, str]) -> dict[int, Condition]:
+        """The conditions of the ranks that have not reported."""
+        return {i: self._condition(i) for i in range(len(self.ranks)) if i not in seen}
+
+    def _condition(self, i: int) -> Condition:
+        if not self._identities[i]:
+            with suppress(RuntimeError):  # the store is gone
+                if self._processes.check([str(i)]):
+                    self._identities[i] = self._processes.get(str(i)).decode(errors="replace")
+        return condition_of(self._identities[i])
 
     def _verdict(
         self,
         what: str,
-        seen: Sequence[str | None],
+        seen: Mapping[int, str],
         conditions: Mapping[int, Condition],
         timeout: timedelta,
         *,
-        store_lost: bool,
+        store_lost: bool = False,
     ) -> _Verdict:
-        reports = {
-            self.ranks[i]: saw.removeprefix("failed ")
-            for i, saw in enumerate(seen)
-            if saw is not None and saw.startswith("failed ")
-        }
+        reports = {self.ranks[i]: saw.removeprefix("failed ") for i, saw in seen.items() if saw.startswith("failed ")}
         by_condition = {kind: [self.ranks[i] for i, found in conditions.items() if found is kind] for kind in Condition}
         dead, stopped = by_condition[Condition.DEAD], by_condition[Condition.STOPPED]
         late, unknown = by_condition[Condition.RUNNING], by_condition[Condition.UNKNOWN]
@@ -323,7 +322,7 @@ class Link:
             f"{what} among ranks {list(self.ranks)} failed: {'; '.join(told)}; "
             f"the time limit is {timeout.total_seconds():g} s"
         )
-        return _Verdict(text, "timeout" in seen, missing, reports)
+        return _Verdict(text, "timeout" in seen.values(), missing, reports)
 
 
 def _decode(verdict: bytes) -> _Verdict:

@@ -1,7 +1,8 @@
 """What ranks report to each other through a store after something failed, when no collective can be trusted.
 
-One rank reads the reports of the others, and writes all of them in one piece, which each rank reads. So each rank makes
-few requests, however many there are: if all read those of all, the store would answer a thousand ranks in minutes.
+One rank, the editor, reads the reports of the others, and writes what follows from them in one piece, which each rank
+reads. So each rank makes few requests, however many there are: if all read those of all, the store would answer a
+thousand ranks in minutes.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from itertools import count
+from typing import Final
 
 import msgspec
 from torch.distributed import PrefixStore, Store
 
-_SOONEST, _LATEST = 0.01, 0.5  # seconds between two looks
-_READING = 5.0  # seconds that one rank may take to read the reports
+_SOONEST: Final = 0.01  # seconds between two looks at first
+_LATEST: Final = 0.5  # and at most
+_READING: Final = 5.0  # seconds that one rank may take to read the reports
 
 
 def exchange_reports(
@@ -41,10 +44,10 @@ def exchange_reports(
     """
     try:
         store = PrefixStore(name, store)
-        store.set(str(index), report)
-        store.add("reports", 1)
+        write_report(store, index, report)
         for edition in count():
-            found = _edition(PrefixStore(str(edition), store), store, index, size, seconds, knows_enough)
+            piece = read_edition(store, edition, index, size, seconds, _all_of_them, knows_enough)
+            found = msgspec.json.decode(piece or b"{}", type=dict[int, str])
             if index in found:  # else it was made before this rank came
                 return found
     except RuntimeError:  # the rank that hosts the store has ended
@@ -52,22 +55,40 @@ def exchange_reports(
     return {index: report}
 
 
-def _edition(
-    edition: Store,
+def write_report(store: Store, index: int, report: str) -> None:
+    """Write what this rank has to report; it need not read what others report."""
+    store.set(str(index), report)
+    store.add("reports", 1)
+
+
+def read_edition(
     store: Store,
+    edition: int,
     index: int,
     size: int,
     seconds: float,
-    knows_enough: Callable[[Collection[int]], bool] | None,
-) -> dict[int, str]:
-    """One edition of all reports: what its editor, the first rank to ask for it, has read."""
-    if edition.check(["all"]):
-        return _decoded(edition.get("all"))
-    is_editor = edition.compare_set("editor", "", str(index)) == str(index).encode()
+    conclude: Callable[[dict[int, str]], bytes],
+    knows_enough: Callable[[Collection[int]], bool] | None = None,
+) -> bytes:
+    """What the editor of an edition, the first rank to ask for it, has concluded from the reports; empty: it has ended.
+
+    Args:
+        store: Where the ranks have called `write_report`; other arguments are those of `exchange_reports`.
+        edition: A number, from 0. The next one has another editor, and later reports.
+        index: This rank's position.
+        size: The number of ranks.
+        seconds: How long the editor waits for reports.
+        conclude: Called on the editor with the reports by position.
+        knows_enough: Called on the editor with the positions that have not reported; True ends the waiting.
+    """
+    shared = PrefixStore(str(edition), store)
+    if shared.check(["all"]):
+        return shared.get("all")
+    is_editor = shared.compare_set("editor", "", str(index)) == str(index).encode()
     end, pause = time.monotonic() + seconds, _SOONEST
     while not is_editor and time.monotonic() < end + _READING:
-        if edition.check(["all"]):
-            return _decoded(edition.get("all"))
+        if shared.check(["all"]):
+            return shared.get("all")
         time.sleep(pause)
         pause = min(1.5 * pause, _LATEST)
     silent = set(range(size))
@@ -75,13 +96,14 @@ def _edition(
         if store.add("reports", 0) > size - len(silent):
             silent = {each for each in silent if not store.check([str(each)])}
         if not silent or time.monotonic() >= end or (knows_enough is not None and knows_enough(silent)):
-            found = {each: store.get(str(each)).decode() for each in range(size) if each not in silent}
-            edition.set("all", msgspec.json.encode(found).decode())
-            return found
+            said = {each: store.get(str(each)).decode(errors="replace") for each in range(size) if each not in silent}
+            piece = conclude(said)
+            shared.set("all", piece.decode())
+            return piece
         time.sleep(pause)
         pause = min(1.5 * pause, _LATEST)
-    return {}  # the editor has ended: the next edition has another one
+    return b""
 
 
-def _decoded(everything: bytes) -> dict[int, str]:
-    return msgspec.json.decode(everything, type=dict[int, str])
+def _all_of_them(reports: dict[int, str]) -> bytes:
+    return msgspec.json.encode(reports)

@@ -73,6 +73,7 @@ class World:
         self._store.set(f"process/{self.rank}", own_identity().decode())
         self._own: Any = None
         self._host = ""  # the identity of the process that has the store
+        self._processes: dict[int, str] = {}  # the identities of other ranks that were asked for
         self._answered = 0
 
     @property
@@ -135,25 +136,36 @@ class World:
     def end(self, text: str) -> None:
         """Say that this rank takes part in nothing any more."""
         if self.is_there(surely=True):
-            number = self._store.add("ends", 1)
-            self._store.set(f"end/{number}", msgspec.json.encode(_End(self.rank, text)).decode())
+            end = msgspec.json.encode(_End(self.rank, text)).decode()
+            self._store.append("ends", end + "\n")  # type: ignore[attr-defined]  # torch's stubs leave it out
 
     def lost(self, ranks: Iterable[int], store: Any = None) -> dict[int, str]:
         """What is known of those ranks that cannot come any more, or are stopped; asked over the usual connection, or
-        another one."""
+        another one.
+
+        Takes few requests: when a collective fails, all ranks ask, and more than once."""
         wanted, store = set(ranks), store or self._store
-        ends = [f"end/{number}" for number in range(1, store.add("ends", 0) + 1)]
-        # A rank may have died before it wrote what it has a number for.
-        said = [msgspec.json.decode(store.get(end), type=_End) for end in ends if store.check([end])]
-        found = {end.rank: end.text for end in said if end.rank in wanted}
-        for rank in sorted(wanted - found.keys())[:_LOOKED_UP]:
-            if store.check([f"process/{rank}"]):
-                condition = condition_of(store.get(f"process/{rank}").decode())
-                if condition is Condition.DEAD:
-                    found[rank] = "died"
-                elif condition is Condition.STOPPED:
-                    found[rank] = "is stopped (SIGSTOP)"
+        said = store.get("ends").splitlines() if store.check(["ends"]) else []
+        ends = [msgspec.json.decode(each, type=_End) for each in said]
+        found = {end.rank: end.text for end in ends if end.rank in wanted}
+        looked_up = sorted(wanted - found.keys())[:_LOOKED_UP]
+        self._get_processes(looked_up, store)
+        for rank in looked_up:
+            condition = condition_of(self._processes.get(rank, ""))
+            if condition is Condition.DEAD:
+                found[rank] = "died"
+            elif condition is Condition.STOPPED:
+                found[rank] = "is stopped (SIGSTOP)"
         return found
+
+    def _get_processes(self, ranks: Iterable[int], store: Any) -> None:
+        """Get the identities of these ranks that are not known yet, as far as they are in the store."""
+        keys = {rank: f"process/{rank}" for rank in ranks if rank not in self._processes}
+        if keys and not store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if store.check([key])}
+        if keys:
+            values = store.multi_get(list(keys.values()))
+            self._processes.update(zip(keys, (each.decode() for each in values), strict=True))
 
 
 def end_of_process() -> str:
